@@ -150,42 +150,31 @@ def test_the_error_for_a_wrong_command_line_is_one_line_that_names_the_problem(
     assert words in errors and errors.count("\n") == 1
 
 
-def test_a_command_for_ssh_with_an_open_quote_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_command_for_ssh_and_a_working_directory_that_cannot_be_used_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DUALDIST_SSH", "ssh -F 'x")
     assert main(["run", "-H", "192.0.2.1:1", "true"]) == 2
     assert "`DUALDIST_SSH` must be a command" in capsys.readouterr().err
-
-
-def test_a_working_directory_that_was_removed_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "folder").mkdir()
-    monkeypatch.chdir(tmp_path / "folder")
-    (tmp_path / "folder").rmdir()
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
     assert main(["run", "-np", "1", "true"]) == 2
     assert "working directory" in capsys.readouterr().err
 
 
-def test_only_the_digits_0_to_9_are_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("wrong", [("-np", "\u0663"), ("-np", "1", "--frobnicate"), ("-np", "1", "--verb")])
+def test_digits_of_other_scripts_unknown_options_and_abbreviations_are_errors(
+    wrong: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        main(["run", "-np", "\u0663", "true"])
-    assert "'\u0663'" in capsys.readouterr().err
+        main(["run", *wrong, "true"])
+    errors = capsys.readouterr().err
+    assert wrong[-1] in errors and errors.startswith("usage: dualdist run -np")
 
 
-def test_an_unknown_option_and_an_abbreviation_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("--frobnicate", "--verb"):
-        with pytest.raises(SystemExit):
-            main(["run", "-np", "1", option, "true"])
-        errors = capsys.readouterr().err
-        assert option in errors and errors.startswith("usage: dualdist run -np")
-
-
-@pytest.mark.parametrize("mode", [{"PYTHONUNBUFFERED": ""}, {"PYTHONUNBUFFERED": "1"}])
 @pytest.mark.parametrize("words", ["migrate {script}", "migrate --diff {script}", "doctor", "bench"])
 def test_an_output_that_cannot_be_written_is_one_line_and_one_without_a_reader_none(
-    words: str, mode: dict[str, str], tmp_path: Path
+    words: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("import horovod.torch as hvd\n")
@@ -193,14 +182,10 @@ def test_an_output_that_cannot_be_written_is_one_line_and_one_without_a_reader_n
     reader, without_reader = os.pipe()
     os.close(reader)
     full = os.open("/dev/full", os.O_WRONLY)
-    ended = [
-        subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=os.environ | mode)
-        for output in (full, without_reader)
-    ]
-    os.close(full)
-    os.close(without_reader)
-    name = words.partition(" ")[0]
-    assert [(one.returncode, one.stderr) for one in ended] == [
-        (2, f"dualdist {name}: [Errno 28] No space left on device\n"),
-        (141, ""),
-    ]
+    error = f"dualdist {words.split()[0]}: [Errno 28] No space left on device\n"
+    for output, code, said in ((full, 2, error), (without_reader, 141, "")):
+        for mode in ("", "1"):
+            env = os.environ | {"PYTHONUNBUFFERED": mode}
+            ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=env)
+            assert (ended.returncode, ended.stderr) == (code, said)
+        os.close(output)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dualdist.cli import main
+from dualdist.cli.migrate import _home
 
 from ..helpers.world import ROOT
-from .test_without_torch import HIDE_TORCH, without_torch
+from .test_without_torch import HIDE_TORCH, run_python
 
 DDP = """\
 import os
@@ -38,16 +40,43 @@ def migrated(folder: Path, text: str | bytes) -> bytes:
     return written
 
 
-def findings(capsys: pytest.CaptureFixture[str], folder: Path, *texts: str) -> Report:
-    """Return line, kind and text of what is said about files of one job."""
-    files = [folder / f"file{number}.py" for number in range(len(texts))]
-    for file, text in zip(files, texts, strict=True):
-        file.write_text(text)
-    capsys.readouterr()
-    main(["migrate", *map(str, files)])
-    assert [file.read_text() for file in files] == list(texts)
-    found = re.findall(r"^\S+?\.py:(\d+): ([a-z ]+): (.*)$", capsys.readouterr().out, re.MULTILINE)
-    return [(int(line), kind, text) for line, kind, text in found]
+Findings = Callable[..., Report]
+
+
+@pytest.fixture
+def findings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Findings:
+    """Returns line, kind and text of what is said about files of one job, which have these texts."""
+
+    def found(*texts: str) -> Report:
+        files = [tmp_path / f"file{number}.py" for number in range(len(texts))]
+        for file, text in zip(files, texts, strict=True):
+            file.write_text(text)
+        capsys.readouterr()
+        main(["migrate", *map(str, files)])
+        assert [file.read_text() for file in files] == list(texts)
+        said = re.findall(r"^\S+?\.py:(\d+): ([a-z ]+): (.*)$", capsys.readouterr().out, re.MULTILINE)
+        return [(int(line), kind, text) for line, kind, text in said]
+
+    return found
+
+
+def patched(file: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> bytes:
+    """Return what `patch` makes of a file with the diff that is printed, which leaves the file as it is."""
+    before = file.read_bytes()
+    assert main(["migrate", "--diff", str(file)]) == 1
+    assert file.read_bytes() == before
+    diff = capfdbinary.readouterr().out
+    subprocess.run(["patch", "--binary", str(file)], input=diff, check=True, capture_output=True, timeout=60)
+    assert main(["migrate", "--diff", str(file)]) == 0
+    assert capfdbinary.readouterr().out == b""
+    return file.read_bytes()
+
+
+def refused(file: Path, reason: str, capsys: pytest.CaptureFixture[str], *others: Path) -> None:
+    """Check that a file is refused in one line that has the reason, and that nothing else is said."""
+    assert main(["migrate", "--write", *map(str, others), str(file)]) == 2
+    output, errors = capsys.readouterr()
+    assert (output, errors.count("\n")) == ("", 1) and f"{file} is not: " in errors and reason in errors
 
 
 @pytest.mark.parametrize(
@@ -94,30 +123,22 @@ def test_every_form_of_import_becomes_that_of_dualdist(before: str, after: str, 
 
 def test_the_new_imports_work() -> None:
     """No name is promised that dualdist does not have: every name of Horovod is tried in every form."""
-    program = (
-        "import importlib, json; from dualdist.cli import migrate\n"
-        "names = json.load(open('tests/data/horovod_public_names.json'))\n"
-        "found = [(migrate._home(module, name), name) for module in names for name in names[module]]\n"
-        "found = [pair for pair in found if pair[0]]\n"
-        "assert len(found) > 150\n"
-        "for module, name in found: getattr(importlib.import_module(module), name)\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-    assert ended.returncode == 0, ended.stderr
+    names = json.loads((ROOT / "tests/data/horovod_public_names.json").read_text())
+    found = [(home, name) for module in names for name in names[module] if (home := _home(module, name))]
+    assert len(found) > 150
+    for home, name in found:
+        getattr(importlib.import_module(home), name)
 
 
-def test_names_in_f_strings_are_changed_or_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_in_f_strings_are_changed_or_said(tmp_path: Path, findings: Findings) -> None:
     text = (
         'import horovod.torch\nx = f"""\n  \u00e9 {horovod.torch.rank()}"""; y = f"{horovod.torch.size()}"\n'
     )
-    kinds = [kind for _, kind, said in findings(capsys, tmp_path, text) if "rank" in said or "size" in said]
+    kinds = [kind for _, kind, said in findings(text) if "rank" in said or "size" in said]
     written = migrated(tmp_path, text).decode()
     for kind, name in zip(kinds, ("rank", "size"), strict=True):
-        assert (f"{{dualdist.{name}()}}" in written, f"{{horovod.torch.{name}()}}" in written) in (
-            [(True, False)] if kind == "change" else [(False, True)]
-        )
+        found = f"{{dualdist.{name}()}}" in written, f"{{horovod.torch.{name}()}}" in written
+        assert found == (kind == "change", kind != "change")
 
 
 def test_bytes_around_the_changes_stay(tmp_path: Path) -> None:
@@ -147,19 +168,12 @@ def test_the_encoding_and_the_mode_of_a_file_stay(tmp_path: Path) -> None:
 def test_the_diff_is_one_that_patch_applies(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    file = tmp_path / "train.py"
-    file.write_bytes(
-        "# coding: latin-1\r\nimport os\r\nn = '\xe9'\r\nimport horovod.torch as h".encode("latin-1")
-    )
-    before = file.read_bytes()
-    assert main(["migrate", "--diff", str(file)]) == 1
-    assert file.read_bytes() == before
-    diff = capfdbinary.readouterr().out
-    subprocess.run(["patch", "--binary", str(file)], input=diff, check=True, capture_output=True, timeout=60)
-    patched = file.read_bytes()
-    assert patched == before.replace(b"horovod.torch", b"dualdist")
-    assert main(["migrate", "--diff", str(file)]) == 0
-    assert capfdbinary.readouterr().out == b""
+    script, notes = tmp_path / "train.py", tmp_path / "train.ipynb"
+    text = "# coding: latin-1\r\nimport os\r\nn = '\xe9'\r\nimport horovod.torch as h".encode("latin-1")
+    script.write_bytes(text)
+    assert patched(script, capfdbinary) == text.replace(b"horovod.torch", b"dualdist")
+    notes.write_bytes(notebook(CELLS, indent=1))
+    assert patched(notes, capfdbinary) == notebook(CHANGED_CELLS, indent=1)
 
 
 def test_the_exit_code_says_whether_something_is_left(
@@ -197,9 +211,7 @@ def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(
     good.write_text("import horovod.torch as hvd\n")
     if data is not None:
         bad.write_bytes(data)
-    assert main(["migrate", "--write", str(good), str(bad)]) == 2
-    output, errors = capsys.readouterr()
-    assert output == "" and errors.count("\n") == 1 and reason in errors and str(bad) in errors
+    refused(bad, reason, capsys, good)
     assert good.read_text() == "import horovod.torch as hvd\n"
 
 
@@ -213,6 +225,10 @@ CELLS = {
     "%%time\nimport horovod.torch as hvd": "code",
 }
 """Source of a cell -> its type."""
+CHANGED_CELLS = {
+    source.replace("import horovod.torch as", "import dualdist as").replace("mpi_ops.rank", "rank"): kind
+    for source, kind in CELLS.items()
+}
 
 
 def notebook(cells: dict[str, str], lines: bool = True, **options: Any) -> bytes:
@@ -240,11 +256,7 @@ def test_only_code_cells_of_a_notebook_are_changed(
     found = re.findall(r"\.ipynb:(cell \d+:\d+): change", capsys.readouterr().out)
     assert found == ["cell 3:2", "cell 6:6", "cell 7:2"]
     assert main(["migrate", "--write", str(file)]) == 0
-    changed = {
-        source.replace("import horovod.torch as", "import dualdist as").replace("mpi_ops.rank", "rank"): kind
-        for source, kind in CELLS.items()
-    }
-    assert file.read_bytes() == notebook(changed, **options)
+    assert file.read_bytes() == notebook(CHANGED_CELLS, **options)
 
 
 def test_lines_of_a_notebook_that_are_not_read_are_said(
@@ -272,20 +284,6 @@ def test_lines_of_a_cell_are_added_and_removed(lines: bool, tmp_path: Path) -> N
     assert file.read_bytes() == notebook(expected, lines, indent=1)
 
 
-def test_the_diff_of_a_notebook_is_one_that_patch_applies(
-    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    file = tmp_path / "train.ipynb"
-    file.write_bytes(notebook(CELLS, indent=1))
-    assert main(["migrate", "--diff", str(file)]) == 1
-    diff = capfdbinary.readouterr().out
-    subprocess.run(["patch", "--binary", str(file)], input=diff, check=True, capture_output=True, timeout=60)
-    patched = file.read_bytes()
-    assert b"import dualdist as hvd" in patched
-    assert main(["migrate", "--write", str(file)]) == 0
-    assert file.read_bytes() == patched
-
-
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
@@ -303,9 +301,7 @@ def test_what_is_no_script_and_no_notebook_is_refused(
 ) -> None:
     file = tmp_path / name
     file.write_text(text)
-    assert main(["migrate", "--write", str(file)]) == 2
-    output, errors = capsys.readouterr()
-    assert (output, errors.count("\n")) == ("", 1) and f"{file} is not: " in errors and reason in errors
+    refused(file, reason, capsys)
     assert file.read_text() == text
 
 
@@ -321,7 +317,7 @@ def test_it_needs_no_torch_and_runs_nothing(tmp_path: Path) -> None:
     file.write_text(
         "import horovod.torch.elastic as e\nfrom horovod.data import BaseDataLoader\nraise SystemExit(7)\n"
     )
-    ended = without_torch(HIDE_TORCH, "migrate", "--write", str(file))
+    ended = run_python(HIDE_TORCH, "migrate", "--write", str(file))
     assert ended.returncode == 0, ended.stderr
     assert "horovod" not in file.read_text()
 
@@ -358,28 +354,15 @@ def test_it_needs_no_torch_and_runs_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_certain_is_said_and_left(
-    text: str, line: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, line: int, words: str, tmp_path: Path, findings: Findings
 ) -> None:
-    found = findings(capsys, tmp_path, text)
+    found = findings(text)
     assert [said for at, kind, said in found if at == line and kind == "by hand" and words in said], found
     assert line not in [at for at, kind, _ in found if kind == "change"]
     assert "init_process_group" not in text or migrated(tmp_path, text) == text.encode()
 
 
-@pytest.mark.parametrize(
-    ("line", "kind", "words"),
-    [
-        (2, "differs", "gradients of zero"),
-        (3, "differs", "returns the given optimizer"),
-        (4, "not needed", "synchronize()"),
-        (5, "not needed", "skip_synchronize()"),
-        (6, "differs", "torchrun"),
-        (7, "differs", "CUDA only"),
-    ],
-)
-def test_what_differs_from_horovod_is_said_with_its_line(
-    line: int, kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_differs_from_horovod_is_said_with_its_line(findings: Findings) -> None:
     text = (
         "import horovod.torch as hvd\n"
         "hvd.broadcast_optimizer_state(sgd, 0)\n"
@@ -389,34 +372,38 @@ def test_what_differs_from_horovod_is_said_with_its_line(
         "train = hvd.elastic.run(train)\n"
         "norm = hvd.SyncBatchNorm(3)\n"
     )
-    found = findings(capsys, tmp_path, text)
-    assert [said for at, what, said in found if (at, what) == (line, kind) and words in said], found
-    assert len(found) == 7
+    expected = [
+        (1, "change", "dualdist"),
+        (2, "differs", "gradients of zero"),
+        (3, "differs", "returns the given optimizer"),
+        (4, "not needed", "synchronize()"),
+        (5, "not needed", "skip_synchronize()"),
+        (6, "differs", "torchrun"),
+        (7, "differs", "CUDA only"),
+    ]
+    for (line, kind, said), (at, what, words) in zip(sorted(findings(text)), expected, strict=True):
+        assert (line, kind) == (at, what) and words in said
 
 
-def test_names_of_other_packages_and_scopes_are_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_other_packages_and_scopes_are_left(tmp_path: Path, findings: Findings) -> None:
     text = "import os\nRANKS = {'RANK': 0}\nclass horovod:\n    torch = os\n"
     text += "horovod.torch.getpid()\nfrom .horovod import torch\n"
-    assert findings(capsys, tmp_path, text) == []
+    assert findings(text) == []
     assert migrated(tmp_path, text) == text.encode()
 
 
-def test_ddp_is_replaced_where_every_init_process_group_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ddp_is_replaced_where_every_init_process_group_is(tmp_path: Path, findings: Findings) -> None:
     assert migrated(tmp_path, DDP).decode() == (
         "import os\nimport dualdist as hvd\nimport torch\nimport torch.distributed as dist\n"
         'hvd.init(transport="gloo")\n'
         "model = hvd.DistributedDataParallel(torch.nn.Linear(1, 1))\n"
     )
     uncertain = "import torch.distributed\ntorch.distributed.init_process_group(backend)\n"
-    assert not [kind for _, kind, _ in findings(capsys, tmp_path, DDP, uncertain) if kind == "change"]
+    assert not [kind for _, kind, _ in findings(DDP, uncertain) if kind == "change"]
     user = "import torch\nmodel = torch.nn.parallel.DistributedDataParallel(model)\n"
     alone = "no file calls init_process_group(): give all files of the job"
-    assert findings(capsys, tmp_path, user) == [(2, "by hand", alone)]
-    assert "change" in [kind for line, kind, _ in findings(capsys, tmp_path, user, DDP) if line == 2]
+    assert findings(user) == [(2, "by hand", alone)]
+    assert "change" in [kind for line, kind, _ in findings(user, DDP) if line == 2]
 
 
 @pytest.mark.parametrize(
@@ -430,26 +417,23 @@ def test_ddp_is_replaced_where_every_init_process_group_is(
     ],
 )
 def test_ddp_is_left_alone_where_the_files_start_processes(
-    statement: str, is_replaced: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    statement: str, is_replaced: bool, findings: Findings
 ) -> None:
-    kinds = [kind for _, kind, _ in findings(capsys, tmp_path, f"{DDP}{statement}\n")]
-    assert ("change" in kinds) == is_replaced
+    assert ("change" in [kind for _, kind, _ in findings(f"{DDP}{statement}\n")]) == is_replaced
 
 
 def test_variables_that_name_rank_and_size_for_dualdist_are_not_removed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, findings: Findings
 ) -> None:
     text = DDP.replace("dist.init", 'os.environ["SLURM_NTASKS"] = "1"\ndist.init')
     assert 'os.environ["SLURM_NTASKS"] = "1"' in migrated(tmp_path, text).decode()
-    assert [line for line, kind, _ in findings(capsys, tmp_path, text) if kind == "by hand"] == [4]
+    assert [line for line, kind, _ in findings(text) if kind == "by hand"] == [4]
 
 
-def test_arguments_that_are_replaced_need_no_change_by_hand(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_that_are_replaced_need_no_change_by_hand(findings: Findings) -> None:
     arguments = 'rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])'
     text = DDP.replace('"gloo")', f'"gloo", {arguments})')
-    assert "by hand" not in [kind for _, kind, _ in findings(capsys, tmp_path, text)]
+    assert "by hand" not in [kind for _, kind, _ in findings(text)]
 
 
 def test_the_import_is_added_below_what_must_be_first_and_by_another_name_where_hvd_is_taken(
@@ -502,12 +486,8 @@ def test_arguments_of_init_process_group_are_kept_or_known(
     assert migrated(tmp_path, text).decode().splitlines()[-1] == f"hvd.init({expected})"
 
 
-def test_a_script_for_dualdist_exec_has_the_lines_marked_that_it_does_not_need(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = (
-        DDP.replace('"gloo"', "backend")
-        + "os.environ['SLURM_PROCID']\nos.environ['RANK']\nos.environ['MASTER_PORT'] = '1'\n"
-    )
-    found = [(line, kind) for line, kind, _ in findings(capsys, tmp_path, text)]
+def test_a_script_for_dualdist_exec_has_the_lines_marked_that_it_does_not_need(findings: Findings) -> None:
+    text = DDP.replace('"gloo"', "backend")
+    text += "os.environ['SLURM_PROCID']\nos.environ['RANK']\nos.environ['MASTER_PORT'] = '1'\n"
+    found = [(line, kind) for line, kind, _ in findings(text)]
     assert found == [(4, "by hand"), (6, "not needed"), (8, "not needed")]

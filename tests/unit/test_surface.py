@@ -1,6 +1,6 @@
 """dualdist has every public name of horovod.torch, with the same parameters, when Horovod is not installed.
 
-    python tests/unit/test_surface.py horovod.torch >tests/data/horovod_torch_surface.json
+    python -m tests.unit.test_surface horovod.torch >tests/data/horovod_torch_surface.json
 
 records the names from the installed Horovod.
 """
@@ -12,7 +12,6 @@ import importlib
 import inspect
 import json
 import pickle
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
@@ -22,6 +21,8 @@ from typing import Any
 import pytest
 
 import dualdist
+
+from .test_without_torch import run_python
 
 RECORDED = Path(__file__).parents[1] / "data" / "horovod_torch_surface.json"
 SURFACE: dict[str, Any] = json.loads(RECORDED.read_text())
@@ -72,8 +73,6 @@ def horovod_names(owner: Any, prefix: str = "") -> Iterator[str]:
 
 
 def print_surface(module_name: str) -> None:
-    if module_name == "dualdist":
-        sys.modules["horovod"] = None  # type: ignore[assignment] # importing it fails now, as when it is not installed
     module: Any = importlib.import_module(module_name)
     names = list(SURFACE)
     if module_name == "horovod.torch":
@@ -85,30 +84,36 @@ def print_surface(module_name: str) -> None:
     print(f"{{\n{lines}\n}}")
 
 
-@pytest.fixture(scope="module")
-def ours() -> dict[str, Any]:
-    """The surface of dualdist, imported where Horovod cannot be imported."""
-    finished = subprocess.run(
-        [sys.executable, __file__, "dualdist"], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
-    found: dict[str, Any] = json.loads(finished.stdout)
-    return found
-
-
-def test_the_package_launch_and_meeting_import_without_torch() -> None:
-    script = """
-import sys, dualdist, dualdist.launch, dualdist.meeting
+IMPORTS = """
+import sys
+sys.modules["horovod"] = None  # importing it fails now, as when it is not installed
+import dualdist, dualdist.launch, dualdist.meeting
 print(*[name for name in ("torch", "numpy", "dualdist.elastic", "http.server") if name in sys.modules])
 dualdist.Sum, dualdist.StallError, dir(dualdist)
 print("torch" in sys.modules)
 dualdist.elastic.run, dualdist.checkpoint.save, dualdist.run, dualdist.spawn
 print("torch" in sys.modules)
+from tests.unit.test_surface import print_surface
+print_surface("dualdist")
 """
-    finished = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert finished.stdout == "\nFalse\nTrue\n", finished.stdout + finished.stderr
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    """What a new interpreter prints in IMPORTS."""
+    finished = run_python(IMPORTS)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+@pytest.fixture(scope="module")
+def ours(output: str) -> dict[str, Any]:
+    """The surface of dualdist, imported where Horovod cannot be imported."""
+    return dict(json.loads(output.split("\n", 3)[3]))
+
+
+def test_the_package_launch_and_meeting_import_without_torch(output: str) -> None:
+    assert output.startswith("\nFalse\nTrue\n{")
 
 
 def test_the_stub_has_the_public_names_from_the_same_modules() -> None:
@@ -150,8 +155,7 @@ def test_a_name_of_torch_distributed_is_an_error_with_the_name_here(name: str, h
 
 
 def test_python_suggests_a_name_that_differs_little() -> None:
-    command = [sys.executable, "-c", "import dualdist; dualdist.all_reduce"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    ended = run_python("import dualdist; dualdist.all_reduce")
     assert ended.stderr.endswith("has no attribute 'all_reduce'. Did you mean: 'allreduce'?\n")
 
 
