@@ -4,80 +4,34 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.launch import LAUNCHERS, detect
-from dualdist.launch.environment import add_copies
 
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "RANK": "3",
-    "WORLD_SIZE": "6",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "29500",
-}
-HOROVODRUN = {
-    "HOROVOD_RANK": "3",
-    "HOROVOD_SIZE": "6",
-    "HOROVOD_LOCAL_RANK": "1",
-    "HOROVOD_LOCAL_SIZE": "2",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-}
-MPIRUN = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "6",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_RANK": "3",
-}
-SRUN = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_STEP_NUM_TASKS": "6",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
-}
-JSRUN = {
-    "JSM_NAMESPACE_RANK": "3",
-    "JSM_NAMESPACE_SIZE": "6",
-    "JSM_NAMESPACE_LOCAL_RANK": "1",
-    "JSM_NAMESPACE_LOCAL_SIZE": "2",
-    "PMIX_RANK": "3",
-}
-MPIRUN_RSH = {
-    "MV2_COMM_WORLD_RANK": "3",
-    "MV2_COMM_WORLD_SIZE": "6",
-    "MV2_COMM_WORLD_LOCAL_RANK": "1",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
-}
-OWN = {
-    "DUALDIST_RANK": "3",
-    "DUALDIST_SIZE": "6",
-    "DUALDIST_LOCAL_RANK": "1",
-    "DUALDIST_LOCAL_SIZE": "2",
-    "DUALDIST_RENDEZVOUS": "127.0.0.1:1234",
-    "DUALDIST_SECRET": "00",
-}
-MPIEXEC = {"PMI_RANK": "3", "PMI_SIZE": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-FLUX = {
-    "FLUX_TASK_RANK": "3",
-    "FLUX_JOB_SIZE": "6",
-    "FLUX_TASK_LOCAL_ID": "1",
-}
-PALS = {
-    "PALS_RANKID": "3",
-    "PMI_SIZE": "6",
-    "PALS_LOCAL_RANKID": "1",
-    "PALS_LOCAL_SIZE": "2",
-    "PMI_RANK": "3",
-}
+
+def numbers(prefix: str, names: str = "RANK SIZE LOCAL_RANK LOCAL_SIZE", **others: str) -> dict[str, str]:
+    """Return the variables of rank 3 of 6, with local rank 1 of 2, and `others`."""
+    return {prefix + name: number for name, number in zip(names.split(), "3612", strict=False)} | others
+
+
+ENV = numbers("", "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE", MASTER_ADDR="node1", MASTER_PORT="29500")
+TORCHRUN = ENV | {"TORCHELASTIC_RUN_ID": "none"}
+HOROVODRUN = numbers("HOROVOD_", HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1")
+MPIRUN = numbers("OMPI_COMM_WORLD_", PMIX_RANK="3")
+SRUN = numbers(
+    "SLURM_", "PROCID STEP_NUM_TASKS LOCALID", SLURM_STEP_ID="0", SLURM_STEP_TASKS_PER_NODE="2(x3)"
+)
+JSRUN = numbers("JSM_NAMESPACE_", PMIX_RANK="3")
+MPIRUN_RSH = numbers("MV2_COMM_WORLD_")
+OWN = numbers("DUALDIST_", DUALDIST_RENDEZVOUS="127.0.0.1:1234", DUALDIST_SECRET="00")
+MPIEXEC = numbers("", "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS")
+FLUX = numbers("FLUX_", "TASK_RANK JOB_SIZE TASK_LOCAL_ID")
+PALS = numbers("", "PALS_RANKID PMI_SIZE PALS_LOCAL_RANKID PALS_LOCAL_SIZE", PMI_RANK="3")
 PRTERUN = {"PRTE_LAUNCHED": "1", "PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-node1-7@1"}
 PMIX = {"PMIX_RANK": "3", "PMIX_NAMESPACE": "7"}
-ENV = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
 ROWS = {
     "torchrun": TORCHRUN,
     "horovodrun": HOROVODRUN,
@@ -98,7 +52,10 @@ OTHER = {"1": "0", "3": "1", "6": "2", "2": "1", "2(x3)": "1(x2)"}
 """Number of the inner launcher's world -> number of the outer launcher's world."""
 
 
-FIXTURES = sorted((Path(__file__).parent / "environments").glob("*.json"))
+RECORDS = {
+    path.stem: json.loads(path.read_text())
+    for path in sorted((Path(__file__).parent / "environments").glob("*.json"))
+}
 
 
 def test_every_row_of_the_table_is_tested() -> None:
@@ -114,12 +71,8 @@ def test_each_launcher_is_recognised_by_its_variables(name: str) -> None:
     assert launch.init_method == ("env://" if "MASTER_ADDR" in ROWS[name] else None)
     for field in ("rank", "size", "local_rank", "local_size"):
         assert launch.sources.get(field, "MPI") in {*ROWS[name], "MPI"}
-
-
-def test_plain_python_is_a_world_of_one() -> None:
-    launch = detect({"PATH": "/bin", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})
-    assert (launch.launcher, launch.rank, launch.size) == ("python", 0, 1)
-    assert (launch.local_rank, launch.local_size, launch.init_method) == (None, None, None)
+    assert launch.starts_mpi == (name in ("jsrun", "PALS", *MPI))
+    assert launch.starts_horovod == (name in ("horovodrun", "mpirun"))
 
 
 def of_another_world(name: str) -> dict[str, str]:
@@ -178,9 +131,13 @@ def test_a_world_size_that_a_batch_script_exports_is_ignored_under_srun() -> Non
     assert detect(SRUN | {"WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "1"}).launcher == "srun"
 
 
-def test_the_tasks_of_an_allocation_are_listed_as_ignored() -> None:
-    launch = detect({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
+@pytest.mark.parametrize("batch_script", [{}, {"SLURM_PROCID": "0"}])
+def test_plain_python_is_a_world_of_one_that_ignores_the_tasks_of_an_allocation(
+    batch_script: dict[str, str],
+) -> None:
+    launch = detect({"PATH": "/bin", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", **batch_script})
     assert (launch.launcher, launch.rank, launch.size) == ("python", 0, 1)
+    assert (launch.local_rank, launch.local_size, launch.init_method) == (None, None, None)
     assert launch.ignored == ("SLURM_NTASKS=4",)
 
 
@@ -195,9 +152,8 @@ def test_a_world_size_without_a_rank_is_an_error() -> None:
     assert detect({"WORLD_SIZE": "1"}).size == 1
 
 
-@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
-def test_recorded_environments_are_detected(path: Path) -> None:
-    record = json.loads(path.read_text())
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+def test_recorded_environments_are_detected(record: dict[str, Any]) -> None:
     assert record["source"].startswith(("Recorded", "From recordings", "From documentation", "Written down"))
     if "error" in record["expected"]:
         with pytest.raises(ConfigurationError) as caught:
@@ -209,16 +165,9 @@ def test_recorded_environments_are_detected(path: Path) -> None:
     assert found == record["expected"]
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_mpi_starts_under_its_own_launchers_and_srun_with_pmix(name: str) -> None:
-    assert detect(ROWS[name], lambda: 6).starts_mpi == (name in ("jsrun", "PALS", *MPI))
+def test_mpi_starts_under_srun_with_pmix_and_not_under_a_torchrun_inside_mpirun() -> None:
     assert detect(SRUN | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.7.0"}).starts_mpi
     assert not detect(of_another_world("mpirun") | TORCHRUN).starts_mpi
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_horovod_starts_under_its_own_launchers_alone(name: str) -> None:
-    assert detect(ROWS[name], lambda: 6).starts_horovod == (name in ("horovodrun", "mpirun"))
 
 
 def test_the_address_of_rank_0_is_the_meeting_point_under_any_launcher() -> None:
@@ -226,26 +175,19 @@ def test_the_address_of_rank_0_is_the_meeting_point_under_any_launcher() -> None
     assert detect(MPIRUN | {"MASTER_ADDR": "node1"}).init_method is None
 
 
-def test_variables_that_compat_copied_for_a_script_are_not_a_launcher() -> None:
-    copies: dict[str, str] = {}
-    add_copies({name: value for name, value in HOROVODRUN.items() if "GLOO" not in name}, copies)
-    assert detect(copies | MPIRUN).launcher == "mpirun"
-    assert detect({**copies, **HOROVODRUN, "HOROVOD_GLOO_RENDEZVOUS_PORT": "7001"}).launcher == "horovodrun"
-
-
-def test_uneven_nodes_under_srun_leave_the_local_size_unknown_without_a_node_number() -> None:
-    launch = detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4,2"})
-    assert (launch.local_rank, launch.local_size) == (1, None)
-
-
-@pytest.mark.parametrize(("node", "size"), [("0", 4), ("1", 4), ("2", 3), ("3", None)])
-def test_the_local_size_of_uneven_nodes_is_found_by_the_node_number(node: str, size: int | None) -> None:
-    assert detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": node}).local_size == size
-
-
-def test_a_local_rank_beyond_slurms_list_is_accepted() -> None:
-    """The list may be that of another part of a heterogeneous job."""
-    assert detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x6)"}).local_rank == 1
+@pytest.mark.parametrize(
+    ("tasks", "node", "size"),
+    [
+        *(("4(x2),3", node, size) for node, size in (("0", 4), ("1", 4), ("2", 3), ("3", None))),
+        ("4,2", "", None),
+        ("1(x6)", "", 1),  # the list may be that of another part of a heterogeneous job
+    ],
+)
+def test_the_local_size_of_uneven_nodes_is_found_by_the_node_number(
+    tasks: str, node: str, size: int | None
+) -> None:
+    launch = detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node})
+    assert (launch.local_rank, launch.local_size) == (1, size)
 
 
 def test_absent_local_numbers_stay_unknown() -> None:

@@ -30,18 +30,8 @@ def test_a_host_list_is_names_and_slots(text: str, hosts: list[tuple[str, int]])
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "node1:",
-        "node1:two",
-        "node1:-1",
-        "node1:9999999999",
-        "n:\u0663",
-        ":4",
-        "a b:1",
-        "-oProxyCommand=x:1",
-        "a;b:1",
-        "$(x):1",
-        "a\nb",
+        *("", "node1:", "node1:two", "node1:-1", "node1:9999999999", "n:\u0663", ":4"),
+        *("a b:1", "-oProxyCommand=x:1", "a;b:1", "$(x):1", "a\nb"),
     ],
 )
 def test_an_error_quotes_what_is_not_a_host_name(text: str) -> None:
@@ -51,17 +41,9 @@ def test_an_error_quotes_what_is_not_a_host_name(text: str) -> None:
 
 
 def test_host_files_of_horovodrun_open_mpi_and_mpich_are_read() -> None:
-    text = (
-        "# all nodes\nnode1 slots=4\n\nnode2 slots = 2 max_slots=8  # the small one\nnode3:3\r\n  node4\n"
-        "node5\tslots=2\t max_slots=2\n"
-    )
-    assert parse_hostfile(text, "hosts") == [
-        Host("node1", 4),
-        Host("node2", 2),
-        Host("node3", 3),
-        Host("node4", 1),
-        Host("node5", 2),
-    ]
+    text = "# all nodes\nnode1 slots=4\n\nnode2 slots = 2 max_slots=8  # the small one\nnode3:3\r\n  node4\n"
+    found = parse_hostfile(f"{text}node5\tslots=2\t max_slots=2\n", "hosts")
+    assert found == [Host(f"node{number}", slots) for number, slots in enumerate((4, 2, 3, 1, 2), 1)]
 
 
 @pytest.mark.parametrize(
@@ -70,35 +52,29 @@ def test_host_files_of_horovodrun_open_mpi_and_mpich_are_read() -> None:
 def test_an_error_names_the_line_of_a_host_file(line: str) -> None:
     with pytest.raises(ConfigurationError, match="hosts:2"):
         parse_hostfile(f"node1 slots=1\n{line}\n", "hosts")
-
-
-def test_a_host_file_without_hosts_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="names none"):
         parse_hostfile("# nothing\n", "hosts")
 
 
-def test_hosts_are_filled_in_order() -> None:
+def test_hosts_are_filled_in_order_and_without_a_number_of_processes_all_slots_are_used() -> None:
     hosts = [Host("a", 2), Host("b", 2), Host("c", 4)]
     assert assign(hosts, 5) == ["a", "a", "b", "b", "c"]
     assert assign(hosts, 1) == ["a"]
-
-
-def test_without_a_number_of_processes_all_slots_are_used() -> None:
     assert assign([Host("a", 1), Host("b", 0), Host("c", 2)], None) == ["a", "c", "c"]
 
 
 @pytest.mark.parametrize(
-    ("size", "words"),
-    [(0, "at least 1, but is 0"), (-1, "at least 1, but is -1"), (4, "the 3 slots of a:2, b:1, but is 4")],
+    ("size", "slots", "words"),
+    [
+        (0, 2, "at least 1, but is 0"),
+        (-1, 2, "at least 1, but is -1"),
+        (4, 2, "the 3 slots of a:2, b:1, but is 4"),
+        (None, 99_999_999_998, "less than 65536, but is 99999999999 instead"),
+    ],
 )
-def test_too_many_and_too_few_processes_are_errors(size: int, words: str) -> None:
+def test_too_many_and_too_few_processes_are_errors(size: int | None, slots: int, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        assign([Host("a", 2), Host("b", 1)], size)
-
-
-def test_a_job_has_a_largest_size() -> None:
-    with pytest.raises(ConfigurationError, match="less than 65536, but is 99999999999 instead"):
-        assign([Host("a", 99_999_999_999)], None)
+        assign([Host("a", slots), Host("b", 1)], size)
 
 
 def test_names_and_addresses_of_this_machine_are_local() -> None:

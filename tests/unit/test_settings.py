@@ -11,13 +11,11 @@ from dualdist.types import NEVER_SECONDS, Settings
 
 def test_an_empty_environment_gives_the_defaults() -> None:
     assert read_settings({}) == Settings()
-    assert (Settings().stall_warn_seconds, Settings().stall_timeout_seconds) == (60, 600)
-    assert Settings().start_timeout_seconds == 60
+    assert (*seconds({}), Settings().start_timeout_seconds) == (60, 600, 60)
 
 
 def test_seconds_are_numbers() -> None:
-    read = read_settings({"DUALDIST_STALL_WARN_SECONDS": "0.5", "DUALDIST_STALL_TIMEOUT_SECONDS": "7"})
-    assert (read.stall_warn_seconds, read.stall_timeout_seconds) == (0.5, 7)
+    assert seconds({"DUALDIST_STALL_WARN_SECONDS": ".5", "DUALDIST_STALL_TIMEOUT_SECONDS": "7"}) == (0.5, 7)
     assert read_settings({"DUALDIST_START_TIMEOUT_SECONDS": "9"}).start_timeout_seconds == 9
 
 
@@ -36,9 +34,7 @@ def test_the_share_from_which_a_slow_rank_is_logged_is_part_of_a_whole() -> None
     name = "DUALDIST_SLOW_WARN_SHARE"
     assert [read_settings({name: text}).slow_warn_share for text in ("0.4", "1")] == [0.4, 1]
     for text in ("0", "1.5", "nan", "much"):
-        with pytest.raises(
-            ConfigurationError, match=f"`{name}` must be a positive, finite number of at most 1"
-        ):
+        with pytest.raises(ConfigurationError, match=f"`{name}` must be a positive, .* number of at most 1"):
             read_settings({name: text})
 
 

@@ -12,23 +12,13 @@ from dualdist.launch import Launcher, detect
 from dualdist.launch.environment import without_launchers
 from dualdist.launch.launchers import registered_launchers
 
-NAMED = {
-    "DUALDIST_RANK_FROM": "MY_RANK",
-    "DUALDIST_SIZE_FROM": "MY_SIZE",
-    "DUALDIST_LOCAL_RANK_FROM": "MY_LOCAL_RANK",
-    "DUALDIST_LOCAL_SIZE_FROM": "MY_LOCAL_SIZE",
-    "MY_RANK": "3",
-    "MY_SIZE": "6",
-    "MY_LOCAL_RANK": "1",
-    "MY_LOCAL_SIZE": "2",
+from . import test_detect
+from .test_detect import numbers
+
+NAMED = numbers("MY_") | {
+    f"DUALDIST_{name}_FROM": f"MY_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 }
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "RANK": "1",
-    "WORLD_SIZE": "2",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "1",
-}
+TORCHRUN = test_detect.TORCHRUN | {"RANK": "1"}
 ROW = Launcher("mylauncher", "MY_RANK", "MY_SIZE", None, None, markers=("MY_JOB",))
 Register = Callable[[object], None]
 

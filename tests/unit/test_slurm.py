@@ -7,26 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dualdist.errors import ConfigurationError
-from dualdist.launch.detect import host_names
 from dualdist.meeting.boards import slurm_board
 from dualdist.meeting.member import Meeting
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "localhost,node[2-3]"}
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("node[07-12,20],gpu1", "node07"),
-        ("rack[2-3]node[05,7]", "rack2node05"),
-        ("a-b.example.org,c", "a-b.example.org"),
-        ("gpu-[3,5-9]-ib", "gpu-3-ib"),
-    ],
-)
-def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
-    assert host_names(nodes)[0] == first
 
 
 def test_ranks_meet_on_the_first_host_and_skip_the_server_of_another_job() -> None:
