@@ -104,25 +104,15 @@ def test_a_rank_that_waits_for_another_one_itself_is_not_behind(
     assert any(line.startswith("  ranks [1] wait for call 1 of set 1 since ") for line in lines)
 
 
-def test_a_file_of_an_earlier_time_does_not_count(
+def test_a_file_of_an_earlier_time_or_another_world_does_not_count(
     tmp_path: Path, watch: StallWatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note_of(watch, str(tmp_path))
     file = json.loads((tmp_path / "rank-0.json").read_text())
-    late = file | {"rank": 1, "asked": file["asked"] + 10**12}
-    (tmp_path / "rank-1.json").write_text(json.dumps(late))
-    assert main(["hang", str(tmp_path)]) == 0
-    assert "\nRank 0 has no file of this time: " in capsys.readouterr().out
-
-
-def test_a_file_of_another_world_does_not_count(
-    tmp_path: Path, watch: StallWatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    note_of(watch, str(tmp_path))
-    file = json.loads((tmp_path / "rank-0.json").read_text())
-    (tmp_path / "rank-1.json").write_text(json.dumps(file | {"rank": 1, "world": "other", "asked": 0}))
-    assert main(["hang", str(tmp_path)]) == 0
-    assert "\nRank 1 has no file of this time: " in capsys.readouterr().out
+    for changes, rank in (({"asked": file["asked"] + 10**12}, 0), ({"world": "other", "asked": 0}, 1)):
+        (tmp_path / "rank-1.json").write_text(json.dumps(file | {"rank": 1} | changes))
+        assert main(["hang", str(tmp_path)]) == 0
+        assert f"\nRank {rank} has no file of this time: " in capsys.readouterr().out
 
 
 def is_caught() -> bool:

@@ -160,23 +160,20 @@ def test_a_rank_that_waits_in_an_earlier_call_is_not_missing_if_another_one_has_
     ]
 
 
-def test_a_rank_whose_call_was_interrupted_is_missing(ranks: Sequence[Rank]) -> None:
+def test_a_rank_whose_call_was_interrupted_also_in_another_channel_is_missing(ranks: Sequence[Rank]) -> None:
     channel = begin(ranks)
+    gradients = ranks[2].watch.add_channel("set 0, gradients", channel.ranks)
+    gradients.begin(BARRIER)
+    gradients.interrupt("ValueError()")
+    gradients.end()
+    assert channel.survey(has_failed=True).missing == [2]
     ranks[1].world.interrupt("KeyboardInterrupt()")
     ranks[1].world.end()
-    assert str(channel.survey()).splitlines()[:2] == [
-        "missing ranks: [1].",
+    assert str(channel.survey()).splitlines()[:3] == [
+        "missing ranks: [1, 2].",
         "  rank 1: interrupted by an exception: KeyboardInterrupt()",
+        "  rank 2: interrupted by an exception: ValueError()",
     ]
-
-
-def test_a_rank_interrupted_in_another_channel_of_the_process_set_is_missing(ranks: Sequence[Rank]) -> None:
-    channel = begin(ranks)
-    gradients = ranks[1].watch.add_channel("set 0, gradients", channel.ranks)
-    gradients.begin(BARRIER)
-    gradients.interrupt("KeyboardInterrupt()")
-    gradients.end()
-    assert channel.survey(has_failed=True).missing == [1]
 
 
 def test_long_calls_are_shortened(ranks: Sequence[Rank]) -> None:
@@ -185,10 +182,9 @@ def test_long_calls_are_shortened(ranks: Sequence[Rank]) -> None:
     assert "...) at ?:0" in text and len(text) < 1000
 
 
-def test_ranks_that_are_late_are_not_missing_when_the_backend_fails_because_one_has_ended(
-    ranks: Sequence[Rank],
-) -> None:
+def test_ranks_that_are_late_are_not_missing_when_the_backend_fails(ranks: Sequence[Rank]) -> None:
     channel = begin(ranks[:3])
+    assert channel.survey(has_failed=True).missing == []
     ranks[2].watch.close()
     assert channel.survey().missing == [2, 3, 4]
     assert channel.survey(has_failed=True).missing == [2]
@@ -278,13 +274,6 @@ def test_a_rank_that_answers_slowly_is_not_missing_if_another_has_ended(
     answers.set()
     assert survey.missing == [2]
     assert survey.members[1].text == "no answer for 2 s: slow, stopped, or cut off from the network"
-
-
-def test_ranks_that_have_not_made_a_call_are_not_missing_when_the_backend_fails(
-    ranks: Sequence[Rank],
-) -> None:
-    channel = begin(ranks[:3])
-    assert channel.survey(has_failed=True).missing == []
 
 
 @pytest.mark.parametrize(("share", "is_logged"), [(0.25, True), (0.75, False), (1.0, False)])

@@ -15,19 +15,11 @@ from dualdist.agreement.watch import Contact, StatusServer, ask
 SECONDS = 20.0
 
 
-@contextlib.contextmanager
-def serving() -> Iterator[StatusServer]:
-    server = StatusServer("127.0.0.1", lambda question: ["answer to", question])
-    try:
-        yield server
-    finally:
-        server.close()
-
-
 @pytest.fixture
 def server() -> Iterator[StatusServer]:
-    with serving() as made:
-        yield made
+    made = StatusServer("127.0.0.1", lambda question: ["answer to", question])
+    yield made
+    made.close()
 
 
 def test_questions_are_answered(server: StatusServer) -> None:
@@ -35,9 +27,8 @@ def test_questions_are_answered(server: StatusServer) -> None:
         assert ask(server.contact, question, SECONDS) == ["answer to", question]
 
 
-def test_a_server_that_is_closed_refuses() -> None:
-    with serving() as server:
-        pass
+def test_a_server_that_is_closed_refuses(server: StatusServer) -> None:
+    server.close()
     with pytest.raises(ConnectionError):
         ask(server.contact, "x", SECONDS)
 

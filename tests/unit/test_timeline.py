@@ -17,14 +17,15 @@ from ..helpers.forks import forked
 from ..helpers.trace_reader import read_marks, read_spans
 
 ENDINGS = {
-    "return": "pass",
-    "shutdown": "hvd.shutdown()",
-    "exception": "raise ValueError",
-    "exit": "sys.exit(3)",
-    "hard exit": "os._exit(3)",
-    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
-    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "pass": 0,
+    "hvd.shutdown()": 0,
+    "raise ValueError": 1,
+    "sys.exit(3)": 3,
+    "os._exit(3)": 3,
+    "os.kill(os.getpid(), signal.SIGTERM)": -signal.SIGTERM,
+    "os.kill(os.getpid(), signal.SIGKILL)": -signal.SIGKILL,
 }
+"""Last line of a script -> its exit code."""
 SCRIPT = """
 import os, signal, sys, torch
 import dualdist as hvd
@@ -48,7 +49,7 @@ def run(code: str, path: Path) -> int:
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_file_is_whole_however_the_process_ends(ending: str, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    run(ENDINGS[ending], path)
+    assert run(ending, path) == ENDINGS[ending]
     assert read_spans(path) == {
         "allreduce.a": ["NEGOTIATE_ALLREDUCE", "[0]", "ALLREDUCE", "ALLREDUCE/LOCAL_ALLREDUCE"]
     }
@@ -115,7 +116,3 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(
     assert [record.message for record in caplog.records] == [
         f"The timeline {path} ends here: [Errno 28] No space left on device."
     ]
-
-
-def test_the_script_for_sigkill_is_killed() -> None:
-    assert run(ENDINGS["SIGKILL"], Path(os.devnull)) == -signal.SIGKILL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,15 +19,8 @@ from ..helpers.requirements import need_modules
 
 def row(rank: int, computing: float, data_loading: float, waiting: float, communication: float) -> Report:
     shares = (computing, data_loading, waiting, communication)
-    head = {
-        "rank": rank,
-        "size": 2,
-        "start": 1e9 + rank,
-        "seconds": 10.0,
-        "calls": 5,
-        "bytes_reduced": 2_500_000,
-    }
-    return head | dict(zip(KINDS, shares, strict=True))
+    head = {"rank": rank, "size": 2, "start": 1e9 + rank, "seconds": 10.0}
+    return head | {"calls": 5, "bytes_reduced": 2_500_000} | dict(zip(KINDS, shares, strict=True))
 
 
 def record(called: int, agreed: int, ended: int) -> Record:
@@ -121,14 +115,19 @@ def test_no_rank_is_slow_where_all_wait_equally_long(ranks: list[Report]) -> Non
     assert (sentence in lines(found)) == (len(ranks) > 1)
 
 
+def written(folder: Path, *reports: Report) -> str:
+    """Write the files of these reports into a folder, and return it."""
+    for report in reports:
+        (folder / f"time-{report['rank']}.json").write_text(json.dumps(report))
+    return str(folder)
+
+
 def test_the_command_shows_files_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for report in (FAST, SLOW):
-        (tmp_path / f"time-{report['rank']}.json").write_text(json.dumps(report))
     whole = tmp_path / "whole.json"
     whole.write_text(json.dumps(combined([FAST, SLOW])))
     texts = []
-    for path in (tmp_path, whole):
-        assert main(["report", str(path)]) == 0
+    for path in (written(tmp_path, FAST, SLOW), str(whole)):
+        assert main(["report", path]) == 0
         texts.append(capsys.readouterr().out.splitlines())
     assert texts[0] == texts[1]
     since = time.strftime("%H:%M:%S", time.localtime(1e9))
@@ -157,29 +156,25 @@ def test_a_file_that_is_no_report_is_one_line_and_code_2(
 def test_the_picture_needs_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "time-0.json").write_text(json.dumps(FAST))
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert main(["report", str(tmp_path), "--plot", str(tmp_path / "a.png")]) == 2
+    folder, picture = written(tmp_path, FAST), str(tmp_path / "a.png")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        assert main(["report", folder, "--plot", picture]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
-    monkeypatch.undo()
     pytest.importorskip("matplotlib")
-    assert main(["report", str(tmp_path), "--plot", str(tmp_path / "a.png")]) == 0
+    assert main(["report", folder, "--plot", picture]) == 0
     assert (tmp_path / "a.png").stat().st_size > 1000
-    assert main(["report", str(tmp_path), "--plot", str(tmp_path / "none" / "a.png")]) == 2
+    assert main(["report", folder, "--plot", f"{folder}/none/a.png"]) == 2
 
 
 def test_files_of_several_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "time-0.json").write_text(json.dumps({**FAST, "size": 1}))
-    (tmp_path / "time-1.json").write_text(json.dumps(SLOW))
-    assert main(["report", str(tmp_path)]) == 2
-    assert main(["report", str(tmp_path / "time-1.json"), str(tmp_path / "time-1.json")]) == 2
+    folder = written(tmp_path, {**FAST, "size": 1}, SLOW)
+    assert main(["report", folder]) == main(["report", *[f"{folder}/time-1.json"] * 2]) == 2
     assert capsys.readouterr().err.count("Remove the files of older runs") == 2
 
 
 def test_no_rank_is_called_slow_while_files_are_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for report in (FAST, {**SLOW, "rank": 2}):
-        (tmp_path / f"time-{report['rank']}.json").write_text(json.dumps({**report, "size": 4}))
-    assert main(["report", str(tmp_path)]) == 0
+    assert main(["report", written(tmp_path, {**FAST, "size": 4}, {**SLOW, "rank": 2, "size": 4})]) == 0
     assert capsys.readouterr().out.splitlines()[3:] == ["ranks [1, 3] have no file"]
