@@ -30,17 +30,11 @@ def shards(
     return drawn
 
 
-def test_ranks_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shards(monkeypatch, 6, 2) == [[0, 2, 4], [1, 3, 5]]
-
-
-def test_the_first_samples_are_repeated_until_all_ranks_have_the_same_number(
+def test_ranks_take_turns_and_repeat_the_first_samples_until_all_have_the_same_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert shards(monkeypatch, 6, 2) == [[0, 2, 4], [1, 3, 5]]
     assert shards(monkeypatch, 5, 3) == [[0, 3], [1, 4], [2, 0]]
-
-
-def test_fewer_samples_than_ranks_are_repeated_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shards(monkeypatch, 1, 4) == [[0], [0], [0], [0]]
 
 

@@ -18,7 +18,7 @@ from dualdist.samplers import DistributedSampler, DistributedSamplerWrapper, spl
 from ..helpers.drawn_samples import draw_steps, in_step_order
 
 lengths, worlds, epochs, flags = st.integers(0, 40), st.integers(1, 6), st.integers(0, 3), st.booleans()
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=30, deadline=None)
 
 
 @quick
@@ -28,6 +28,7 @@ def test_indices_are_those_of_torch(
 ) -> None:
     for rank in range(world):
         ours = DistributedSampler(range(length), world, rank, shuffle, 7, drop_last)
+        assert isinstance(ours, TorchSampler)
         data: Any = range(length)
         torchs: Any = TorchSampler(data, world, rank, shuffle, 7, drop_last)
         ours.set_epoch(epoch)
@@ -37,10 +38,6 @@ def test_indices_are_those_of_torch(
         names = ("num_samples", "total_size", "num_replicas", "rank", "epoch", "seed", "shuffle", "drop_last")
         assert [getattr(ours, name) for name in names] == [getattr(torchs, name) for name in names]
         assert len(ours) == len(torchs)
-
-
-def test_it_is_an_instance_of_torchs_sampler() -> None:
-    assert isinstance(DistributedSampler(range(4), 2, 0), TorchSampler)
 
 
 @quick
@@ -72,23 +69,17 @@ def test_shuffles_depend_on_seed_and_epoch() -> None:
     assert order(0, 0) != list(range(50))
 
 
-@pytest.mark.parametrize(("num_replicas", "rank"), [(2, 2), (2, -1)])
-def test_a_rank_outside_the_world_is_an_error(num_replicas: int, rank: int) -> None:
-    for make in (DistributedSampler, DistributedSamplerWrapper, split_by_rank):
-        with pytest.raises(ValueError, match=f"num_replicas={num_replicas}, but is {rank} instead"):
+@pytest.mark.parametrize("make", [DistributedSampler, DistributedSamplerWrapper, split_by_rank])
+def test_the_world_must_be_known_or_given_and_have_the_rank(make: Any) -> None:
+    with pytest.raises(NotInitializedError):
+        make(range(4))
+    for num_replicas, rank, words in (
+        (2, 2, "num_replicas=2, but is 2 instead"),
+        (2, -1, "num_replicas=2, but is -1 instead"),
+        (0, 0, "`num_replicas` must be a whole number of at least 1, but is 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
             make(range(4), num_replicas=num_replicas, rank=rank)
-
-
-def test_a_world_without_ranks_is_an_error_that_does_not_blame_the_rank() -> None:
-    for make in (DistributedSampler, DistributedSamplerWrapper, split_by_rank):
-        with pytest.raises(ValueError, match="`num_replicas` must be a whole number of at least 1, but is 0"):
-            make(range(4), num_replicas=0, rank=0)
-
-
-def test_the_world_must_be_known_or_given() -> None:
-    for make in (DistributedSampler, DistributedSamplerWrapper, split_by_rank):
-        with pytest.raises(NotInitializedError):
-            make(range(4))
 
 
 def test_drop_last_and_no_padding_exclude_each_other() -> None:
@@ -223,9 +214,7 @@ def test_samples_that_were_not_drawn_cannot_be_counted() -> None:
     list(itertools.islice(sampler, 3))
     sampler.advance(1)
     for wrong in (3, -1):
-        with pytest.raises(
-            ValueError, match=f"the 2 samples that rank 0 has drawn .* but is {wrong} instead"
-        ):
+        with pytest.raises(ValueError, match=f"the 2 samples that rank 0 has drawn .* but is {wrong} inst"):
             sampler.advance(wrong)
     sampler.advance(2)
 
@@ -235,9 +224,7 @@ def test_a_loader_that_saves_the_drawn_samples_as_the_position_gets_an_error() -
     drawn: Any = iter(DistributedSampler(range(8), 2, 0, shuffle=False))
     assert next(drawn) == 0
     for call in (drawn.state_dict, lambda: drawn.load_state_dict({})):
-        with pytest.raises(
-            RuntimeError, match="`sampler` must count the drawn samples in a StatefulDataLoader"
-        ):
+        with pytest.raises(RuntimeError, match="`sampler` must count the drawn samples in a"):
             call()
     assert list(drawn) == [2, 4, 6]
 
