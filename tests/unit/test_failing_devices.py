@@ -39,6 +39,21 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return devices
 
 
+@pytest.fixture
+def destroyed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The process groups that were destroyed."""
+    groups: list[object] = []
+    monkeypatch.setattr(torch_groups, "abort_process_group", groups.append)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    return groups
+
+
+def device_group(*types: str) -> tuple[TorchGroup, Any]:
+    """Return a group of two ranks that carries tensors on the device, or of these types, and its process group."""
+    inner = mock.Mock()
+    return TorchGroup([0, 1], 0, inner, frozenset(types or {"cuda"}), CUDA), inner
+
+
 def guard(events: list[str]) -> Guard:
     connections = mock.Mock()
     connections.close.side_effect = lambda: events.append("connections closed")
@@ -62,13 +77,9 @@ def test_groups_are_aborted_after_the_other_ranks_can_notice(error: BaseExceptio
         guarded.run(channel, CALL, mock.Mock())
 
 
-def test_only_the_device_part_of_a_process_group_is_aborted_and_only_once(
-    monkeypatch: pytest.MonkeyPatch, bound: list[torch.device]
-) -> None:
-    monkeypatch.setattr(torch_groups, "abort_process_group", lambda group: None)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    process_group: Any = mock.Mock()
-    group = TorchGroup([0, 1], 0, process_group, frozenset({"cpu", "cuda"}), CUDA)
+@pytest.mark.usefixtures("destroyed")
+def test_only_the_device_part_of_a_process_group_is_aborted_and_only_once(bound: list[torch.device]) -> None:
+    group, process_group = device_group("cpu", "cuda")
     group.abort()
     group.abort()
     group.close()
@@ -80,45 +91,36 @@ def test_a_group_is_aborted_where_the_interpreter_ends_and_starts_no_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_groups, "in_thread", mock.Mock(side_effect=RuntimeError("at shutdown")))
-    process_group: Any = mock.Mock()
-    group = TorchGroup([0, 1], 0, process_group, frozenset({"cpu", "cuda"}), CUDA)
+    group, process_group = device_group("cpu", "cuda")
     group.abort()
     assert process_group._get_backend().abort.called and group.is_aborted
 
 
-def test_an_abort_does_not_keep_another_group_from_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_does_not_keep_another_group_from_its_own(destroyed: list[object]) -> None:
     """NCCL's abort of one communicator may wait for a kernel of another one."""
-    ended = []
-    monkeypatch.setattr(torch_groups, "abort_process_group", lambda group: ended.append(group))
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     is_free, waited = threading.Event(), []
-    first: Any = mock.Mock()
-    first._get_backend().abort.side_effect = lambda: waited.append(is_free.wait(10))
-    second: Any = mock.Mock()
-    second._get_backend().abort.side_effect = is_free.set
-    groups = [TorchGroup([0, 1], 0, inner, frozenset({"cuda"}), CUDA) for inner in (first, second)]
-    for group in groups:
-        group.abort()
-    for group in groups:
-        group.close()
+    (first, inner), (second, other) = device_group(), device_group()
+    inner._get_backend().abort.side_effect = lambda: waited.append(is_free.wait(10))
+    other._get_backend().abort.side_effect = is_free.set
+    for end in (first.abort, second.abort, first.close, second.close):
+        end()
     assert waited == [True]
-    assert ended == [first, second]
+    assert destroyed == [inner, other]
 
 
-def test_a_group_whose_abort_does_not_end_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_whose_abort_does_not_end_is_left_alone(
+    destroyed: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     left: list[object] = []
     monkeypatch.setattr(torch_groups, "_ABORT_SECONDS", 0.0)
     monkeypatch.setattr(torch_groups, "never_delete", left.append)
     monkeypatch.setattr(torch_groups, "skip_destructors_at_exit", lambda: left.append("no destructors"))
-    monkeypatch.setattr(torch_groups, "abort_process_group", lambda group: pytest.fail("would wait"))
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     never = threading.Event()
-    process_group: Any = mock.Mock()
+    group, process_group = device_group()
     process_group._get_backend().abort.side_effect = never.wait
-    group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
     group.abort()
     group.close()
-    assert left == [process_group, "no destructors"] and group.is_stuck
+    assert left == [process_group, "no destructors"] and group.is_stuck and not destroyed
     never.set()
 
 
@@ -128,22 +130,10 @@ def test_a_process_group_of_the_cpu_notices_failures_itself() -> None:
     assert process_group.mock_calls == []
 
 
-def test_an_aborted_group_is_not_destroyed_which_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = []
-    monkeypatch.setattr(torch_groups, "abort_process_group", lambda group: ended.append(group))
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    process_group: Any = mock.Mock()
-    group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
-    group.abort()
-    group.close()
-    assert ended == [process_group]
-
-
 def test_only_what_nobody_has_waited_for_keeps_a_group_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a wait, the stream waits, and the script knows the result."""
     monkeypatch.setattr(torch_groups, "_LAST_SECONDS", 0.0)
-    process_group: Any = mock.Mock()
-    group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
+    group, process_group = device_group()
     process_group.allreduce.return_value = mock.Mock(**{"is_completed.return_value": True})
     group.allreduce_(mock.Mock(device=CUDA), Sum)
     assert group.ends_soon()
@@ -155,10 +145,9 @@ def test_only_what_nobody_has_waited_for_keeps_a_group_from_its_end(monkeypatch:
 
 
 def test_after_an_error_of_the_device_itself_a_group_must_be_aborted_and_nobody_waits_again() -> None:
-    process_group: Any = mock.Mock()
+    group, process_group = device_group()
     is_completed = process_group.allreduce().is_completed
     is_completed.side_effect = RuntimeError("device-side assert triggered")
-    group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
     group.allreduce_(mock.Mock(device=CUDA), Sum)
     assert not group.ends_soon()
     group.abort()
@@ -168,8 +157,7 @@ def test_after_an_error_of_the_device_itself_a_group_must_be_aborted_and_nobody_
 
 def test_an_aborted_group_keeps_nothing_of_what_nobody_has_waited_for() -> None:
     """A work may hold memory of the device."""
-    process_group: Any = mock.Mock()
-    group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
+    group, process_group = device_group()
     process_group.allreduce.return_value = mock.Mock()
     group.allreduce_(mock.Mock(device=CUDA), Sum)
     kept = weakref.ref(process_group.allreduce.return_value)
@@ -193,14 +181,9 @@ def test_the_watchdog_of_nccl_does_not_end_the_process_unless_the_user_says_so()
 
 
 def test_tensors_on_another_device_than_that_of_the_group_are_copied_there() -> None:
-    group = TorchGroup([0, 1], 0, mock.Mock(), frozenset({"cpu", "cuda"}), CUDA)
-    devices = ("cuda:1", "cuda:0", "cpu", "xpu:0")
-    assert [str(group.wire_device(torch.device(name))) for name in devices] == [
-        "cuda:1",
-        "cuda:1",
-        "cpu",
-        "cpu",
-    ]
+    group, _ = device_group("cpu", "cuda")
+    used = [str(group.wire_device(torch.device(name))) for name in ("cuda:1", "cuda:0", "cpu", "xpu:0")]
+    assert used == ["cuda:1", "cuda:1", "cpu", "cpu"]
 
 
 @pytest.mark.parametrize(("passed", "expected"), [(None, 1), (0, 0), (3, 3)])

@@ -14,16 +14,9 @@ from dualdist.errors import HorovodInternalError
 from dualdist.types import Sum
 
 from ..helpers.recorded_streams import recorded_streams
+from .test_movement import Done
 
 SECONDS = 20.0
-
-
-class Done(Work):
-    def wait(self) -> None:
-        pass
-
-    def done(self) -> bool:
-        return True
 
 
 class Doubling:

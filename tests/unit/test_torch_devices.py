@@ -63,6 +63,7 @@ def test_the_transport_of_an_adopted_group_is_that_of_the_accelerator(
 def test_each_name_of_nccl_can_be_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
     check_transport(name)
+    assert torch_interface.config_of("mpi") == {"cpu": "mpi4py"}
     assert torch_interface.config_of(name) == {"cpu": "gloo", "cuda": name}
     assert agreed_transport([Offer("a", 0, ["gpu"], name, is_asked=True)], 0) == name
 
@@ -78,12 +79,6 @@ def test_each_name_of_nccl_can_be_asked_for(name: str, monkeypatch: pytest.Monke
 )
 def test_tensors_that_need_no_copy_to_the_host(config: dict[str, str], carried: set[str]) -> None:
     assert torch_interface.carried_types(config) == carried
-
-
-def test_a_world_of_our_own_carries_the_cpu_beside_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch_interface.config_of("mpi") == {"cpu": "mpi4py"}
-    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
-    assert torch_interface.config_of("nccl") == CUDA
 
 
 def test_any_accelerator_uses_the_transport_that_torch_has_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,15 +152,10 @@ def test_a_group_of_some_ranks_does_not_split_the_communicator_of_all(
 
 @pytest.mark.parametrize("adopted", ["gloo"], indirect=True)
 @pytest.mark.parametrize(
-    ("chosen", "device", "bound"),
-    [(None, "cuda:0", ["cuda:0"]), (torch.device("cuda", 1), "cuda:1", [])],
+    ("chosen", "device", "bound"), [(None, "cuda:0", ["cuda:0"]), (torch.device("cuda", 1), "cuda:1", [])]
 )
 def test_an_adopted_world_takes_the_device_that_the_program_has_chosen_else_chooses_one(
-    adopted: None,
-    chosen: torch.device | None,
-    device: str,
-    bound: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    adopted: None, chosen: torch.device | None, device: str, bound: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group on Gloo, and a host with two devices that is a double: there is no GPU here."""
     variable, made = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
