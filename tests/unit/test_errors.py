@@ -35,9 +35,7 @@ def test_every_error_is_public() -> None:
         assert getattr(dualdist, error.__name__) is error
 
 
-@pytest.mark.parametrize(
-    "name", ["rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "barrier"]
-)
+@pytest.mark.parametrize("name", ["local_rank", "local_size", "cross_rank", "cross_size"])
 def test_calls_before_init_say_what_to_call(name: str) -> None:
     with pytest.raises(errors.NotInitializedError, match=r"dualdist\.init\(\)"):
         getattr(dualdist, name)()

@@ -84,18 +84,15 @@ def headings(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_and_headings(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+def test_links_lead_to_files_and_headings_and_tests_that_are_named_exist(page: Path) -> None:
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)]+)\)", text):
         path, _, heading = link.partition("#")
         target = page.parent / path if path else page
         if ":" not in link:
             assert target.exists(), link
             assert not heading or heading in headings(target), link
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tests_that_are_named_exist(page: Path) -> None:
-    for reference in re.findall(r"`(tests/[\w/]+\.py(?:::\w+)?)`", page.read_text()):
+    for reference in re.findall(r"`(tests/[\w/]+\.py(?:::\w+)?)`", text):
         path, _, name = reference.partition("::")
         assert (ROOT / path).exists(), reference
         assert not name or f"def {name}(" in (ROOT / path).read_text(), reference

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -55,95 +54,49 @@ CALLED_BY_OTHERS = {
 """The private methods that the package defines without calling them, by who calls them."""
 
 
-class Patch(NamedTuple):
-    """A change that code outside of the package sees."""
-
-    file: str
-    what: str
-    """A part of the line that makes it."""
-    why: str
-
-
-PATCHES = (
-    Patch(
-        "training/parallel.py",
-        "TorchDataParallel._active_ddp_module = ",
-        "torch.compile asks torch's class for the wrapper whose forward runs",
-    ),
-    Patch(
-        "agreement/usage.py",
-        "dataloader._BaseDataLoaderIter.__next__ = ",
-        "torch has no hook that tells how long a batch takes to load",
-    ),
-    Patch(
-        "backends/horovod/backend.py",
-        "network.cloudpickle = ",
-        "messages of horovodrun name Horovod's modules",
-    ),
-    Patch(
-        "backends/horovod/group.py",
-        "atexit.unregister(function)",
-        "Horovod's shutdown may wait without an end",
-    ),
-    Patch(
-        "backends/horovod/__init__.py",
-        "sys.meta_path[:] = ",
-        "compat has the name horovod, which its backend needs",
-    ),
-    Patch(
-        "backends/mpi/__init__.py",
-        "_not_recorded.add(",
-        "torch's flight recorder ends groups that are in Python",
-    ),
-    Patch(
-        "backends/torch_groups.py",
-        "torch_world.group_count = ",
-        "groups that only their members make need names",
-    ),
-    Patch(
-        "backends/torch_interface.py", "handle.remove()", "torch's hooks would step on gradients of one rank"
-    ),
-    Patch(
-        "checkpoint/manager.py",
-        "BaseProcess.start = ",
-        "while signals are watched, they must not end the daemonic processes, too",
-    ),
-    Patch(
-        "cli/parity_recorder.py",
-        "torch.nn.Module.__call__ = ",
-        "torch's hooks do not see keyword arguments; only in processes that `dualdist parity` starts",
-    ),
-    Patch(
-        "cli/parity_recorder.py",
-        "torch.autograd.backward = ",
-        "torch has no hook that sees the loss; only in these processes",
-    ),
-    Patch(
-        "cli/parity_recorder.py",
-        "torch.optim.Optimizer.add_param_group = ",
-        "parameters get their hooks before those of a wrapper; only in these processes",
-    ),
-    Patch("compat/torch.py", "wrapped.__class__ = ", "isinstance() and the state of the optimizer stay"),
-    Patch(
-        "compiling.py",
-        "frames.set_code_exec_strategy(",
-        "torch.compiler.disable imports Dynamo, which takes long",
-    ),
-    Patch("meeting/mpi.py", "sys.exit = ", "MPI must not be finalized after a failure"),
-    Patch(
-        "process_exit.py",
-        "libc.on_exit(",
-        "the same at the end of the process, and Horovod's",
-    ),
-    Patch(
-        "process_exit.py",
-        "Py_IncRef(",
-        "Gloo's destructors wait for a thread, in forks and after failures",
-    ),
-    Patch(
-        "training/optimizer.py", "optimizer.__class__ = ", "isinstance() and the state of the optimizer stay"
-    ),
-)
+PATCHES = {
+    "training/parallel.py": {
+        "TorchDataParallel._active_ddp_module = ": "torch.compile asks it for the wrapper whose forward runs"
+    },
+    "agreement/usage.py": {
+        "dataloader._BaseDataLoaderIter.__next__ = ": "torch has no hook that tells how long a batch takes to load"
+    },
+    "backends/horovod/backend.py": {
+        "network.cloudpickle = ": "messages of horovodrun name Horovod's modules"
+    },
+    "backends/horovod/group.py": {
+        "atexit.unregister(function)": "Horovod's shutdown may wait without an end"
+    },
+    "backends/horovod/__init__.py": {
+        "sys.meta_path[:] = ": "compat has the name horovod, which its backend needs"
+    },
+    "backends/mpi/__init__.py": {
+        "_not_recorded.add(": "torch's flight recorder ends groups that are in Python"
+    },
+    "backends/torch_groups.py": {
+        "torch_world.group_count = ": "groups that only their members make need names"
+    },
+    "backends/torch_interface.py": {"handle.remove()": "torch's hooks would step on gradients of one rank"},
+    "checkpoint/manager.py": {
+        "BaseProcess.start = ": "while signals are watched, they must not end the daemonic processes, too"
+    },
+    "cli/parity_recorder.py": {  # only in processes that `dualdist parity` starts
+        "torch.nn.Module.__call__ = ": "torch's hooks do not see keyword arguments",
+        "torch.autograd.backward = ": "torch has no hook that sees the loss",
+        "torch.optim.Optimizer.add_param_group = ": "parameters get their hooks before those of a wrapper",
+    },
+    "compat/torch.py": {"wrapped.__class__ = ": "isinstance() and the state of the optimizer stay"},
+    "compiling.py": {
+        "frames.set_code_exec_strategy(": "torch.compiler.disable imports Dynamo, which takes long"
+    },
+    "meeting/mpi.py": {"sys.exit = ": "MPI must not be finalized after a failure"},
+    "process_exit.py": {
+        "libc.on_exit(": "the same at the end of the process, and Horovod's",
+        "Py_IncRef(": "Gloo's destructors wait for a thread, in forks and after failures",
+    },
+    "training/optimizer.py": {"optimizer.__class__ = ": "isinstance() and the state of the optimizer stay"},
+}
+"""File -> what changes something that code outside of the package sees: a part of the line, and why."""
 
 NO_PATCHES = ("atexit", "mpi4py.rc.finalize", "mpi4py.rc.initialize", "sys.argv")
 """Attributes of other modules that are there to be set; `atexit` is one of weakref.finalize."""
@@ -269,11 +222,10 @@ def patched(tree: ast.Module) -> Iterator[ast.Attribute]:
 
 
 def test_patches_of_the_whole_process_become_fewer() -> None:
-    assert [patch for patch in PATCHES if patch.what not in SOURCES.get(patch.file, "")] == [], (
-        "take them from the list"
-    )
+    gone = [what for file, listed in PATCHES.items() for what in listed if what not in SOURCES.get(file, "")]
+    assert gone == [], "take them from the list"
     for file, tree in TREES.items():
-        listed = " ".join(patch.what for patch in PATCHES if patch.file == file)
+        listed = " ".join(PATCHES.get(file, ()))
         for node in patched(tree):
             text = ast.unparse(node)
             assert text in listed or text in NO_PATCHES or node.attr in NO_PATCHES, (

@@ -26,14 +26,8 @@ CASES: dict[str, tuple[list[Place], list[tuple[int, int, int, int]]]] = {
         [("a", None), ("a", None), ("b", None)],
         [(0, 2, 0, 2), (1, 2, 0, 1), (0, 1, 1, 2)],
     ),
-    "two agents on one host": (
-        [("a", 0), ("a", 1), ("a", 0)],
-        [(0, 2, 0, 2), (1, 2, 0, 1), (0, 1, 1, 2)],
-    ),
-    "local ranks not in the order of ranks": (
-        [("a", 1), ("a", 0)],
-        [(1, 2, 0, 1), (0, 2, 0, 1)],
-    ),
+    "two agents on one host": ([("a", 0), ("a", 1), ("a", 0)], [(0, 2, 0, 2), (1, 2, 0, 1), (0, 1, 1, 2)]),
+    "local ranks not in the order of ranks": ([("a", 1), ("a", 0)], [(1, 2, 0, 1), (0, 2, 0, 1)]),
 }
 
 
