@@ -57,11 +57,12 @@ def covers(entry: str, error: ErrorText) -> bool:
         return error.kind in kinds and re.fullmatch(form, error.text, re.DOTALL) is not None
     ends = (GAP,) if error.kind == PART else ()
     first, second = words(entry), (*ends, *words(error.text), *ends)
-    return equal_words(first, second) >= min(
-        _FEWEST_WORDS, *(len(one) - one.count(GAP) for one in (first, second))
-    )
+    fewest = min(_FEWEST_WORDS, *(len(one) - one.count(GAP) for one in (first, second)))
+    common = [word for word in first if word in second and word != GAP]
+    return len(common) >= fewest and equal_words(first, second) >= fewest
 
 
+@functools.cache
 def words(text: str) -> tuple[str, ...]:
     """Return the words of a text. One with a hole is a GAP, which stands for any number of words."""
     return tuple(GAP if HOLE in word or GAP in word else word for word in text.split())
