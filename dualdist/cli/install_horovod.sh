@@ -72,7 +72,7 @@ else
 fi
 
 # patch, and a number that grows with each change of the repairs. dualdist/backends/horovod/group.py reads it.
-label=torch${torch/+/.}.$mpi.$operations.patch4
+label=torch${torch/+/.}.$mpi.$operations.patch5
 wheel=$(compgen -G "$cache/horovod-$version+$label-$tag-*.whl" || true)
 installed=$("$python" -c 'import importlib.metadata as m; print(m.version("horovod"))' 2>/dev/null || true)
 if [[ $installed == "$version+$label" ]]; then
@@ -121,10 +121,14 @@ else
     sed -i 's/^  state\.dynamic_process_sets =$/  state.cycles_with_process_sets = 0;\n&/
         s/^  if (state\.dynamic_process_sets) {$/  if (state.dynamic_process_sets \&\& state.cycles_with_process_sets++ % 10 == 0) {/' \
         "$source/horovod/common/operations.cc"
+    # A second init() writes the default of a setting that HOROVOD_CYCLE_TIME or HOROVOD_FUSION_THRESHOLD has fixed behind
+    # the end of the settings that are not: a segmentation fault.
+    sed -i '/BayesianParameter::SetValue/,/^}/ s/^  } else {$/  } else if (fixed_values_.find(variable) == fixed_values_.end()) {/' \
+        "$source/horovod/common/parameter_manager.cc"
     for repaired in 'gloo_iface_ = global_context.gloo_iface_' 'global_context.local_ctx->rank) + process_set_suffix' \
         'py::call_guard<py::gil_scoped_release>' '(int)ids.size()' guard.unlock guard.lock 'auto id : ids)' \
         'other_marked_id != pair_to_transmit[1]' 'pair_to_transmit[1] == NO_PENDING' 'pair_to_transmit[1] == SUCCESSFUL' \
-        'cycles_with_process_sets{0}' 'cycles_with_process_sets = 0' 'cycles_with_process_sets++ % 10'; do
+        'cycles_with_process_sets{0}' 'cycles_with_process_sets = 0' 'cycles_with_process_sets++ % 10' '} else if (fixed_values_.find(variable)'; do
         grep --quiet --recursive --fixed-strings "$repaired" "$source/horovod/common" "$source/horovod/torch/mpi_ops_v2.cc" ||
             { say "cannot repair this source of Horovod: '$repaired' was not put in"; exit 1; }
     done

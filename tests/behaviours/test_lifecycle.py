@@ -106,6 +106,17 @@ def test_repeated_worlds_leak_nothing() -> None:
 
 
 @everywhere
+def test_init_works_again_with_settings_of_horovod() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_CYCLE_TIME", "1")  # ms; the default, since Horovod does not take it back
+        patch.setenv("HOROVOD_FUSION_THRESHOLD", str(128 << 20))  # bytes; the default
+        for _ in range(5):
+            with outside_world():
+                pass
+            assert hvd.allreduce(torch.ones(5000), op=hvd.Sum).tolist() == [hvd.size()] * 5000
+
+
+@everywhere
 def test_what_combines_gradients_is_freed_with_its_optimizer_without_a_garbage_collection() -> None:
     gc.disable()
     try:
