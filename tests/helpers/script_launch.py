@@ -147,7 +147,8 @@ def finish(
         output, _ = process.communicate()
         raise AssertionError(f"{' '.join(command)} did not end within {seconds:.0f} s:\n{output}") from None
     ended = Ended(process.returncode, SEMAPHORES_DELETED.sub("", output))
-    print(f"{' '.join(command)} ended with exit code {ended.code}:\n{ended.shown()}")
+    line = " ".join(command).encode(errors="backslashreplace").decode()  # an argument may be no text
+    print(f"{line} ended with exit code {ended.code}:\n{ended.shown()}")
     return ended
 
 

@@ -65,7 +65,8 @@ def run(request: pytest.FixtureRequest, capfdbinary: pytest.CaptureFixture[bytes
         output, errors = capfdbinary.readouterr()
         ended = Ended(code, output, errors.decode(errors="surrogateescape"))
         text = f"{(output + errors).decode(errors='replace')}\nexit code {code}"
-        request.node.add_report_section("call", f"of dualdist {shlex.join(arguments)}", text[-20_000:])
+        line = shlex.join(arguments).encode(errors="backslashreplace").decode()  # an argument may be no text
+        request.node.add_report_section("call", f"of dualdist {line}", text[-20_000:])
         return ended
 
     return started

@@ -56,15 +56,15 @@ start("no memory", "1", "DirectGroup", no_memory)
 """
 
 
-def kill_a_rank(folder: Path, length: int, *befores: Sequence[str]) -> None:
-    """Kill one of the ranks, which start after `befores`: that is an error of all others, and leaves no memory."""
+def kill_a_rank(folder: Path, length: int, *earlier: Sequence[str]) -> None:
+    """Kill one of the ranks, which start after `earlier`: that is an error of all others, and leaves no memory."""
     there = set(os.listdir("/dev/shm"))
     command = (sys.executable, killed_rank.__file__, str(folder / "store"))
-    size, path = len(befores), {"PYTHONPATH": str(ROOT)}
+    size, path = len(earlier), {"PYTHONPATH": str(ROOT)}
     with ThreadPoolExecutor(size) as pool:
         ends = [
             pool.submit(finish, [*before, *command, str(rank), str(size), str(length)], path)
-            for rank, before in enumerate(befores)
+            for rank, before in enumerate(earlier)
         ]
     for rank, end in enumerate(ends):
         assert end.result().code == (-signal.SIGKILL if rank == 1 else 1)
