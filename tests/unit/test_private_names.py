@@ -7,6 +7,7 @@ except for what an older release has in place of a public name.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +17,18 @@ from torch import nn
 import dualdist
 
 PACKAGE = Path(dualdist.__file__).parent
-SOURCES = {str(file.relative_to(PACKAGE)): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
-TREES = {file: ast.parse(source) for file, source in SOURCES.items()}
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """Return the text of each file of the package."""
+    return {str(file.relative_to(PACKAGE)): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {file: ast.parse(source) for file, source in sources().items()}
+
 
 PRIVATE_NAMES = {
     "torch": """
@@ -117,10 +128,11 @@ def root(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+@functools.cache
 def own_names() -> set[str]:
     """Return the names of the package's functions and classes, and of the attributes of its classes."""
     names = set()
-    for tree in TREES.values():
+    for tree in trees().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 names.add(node.name)
@@ -137,6 +149,7 @@ def own_names() -> set[str]:
     return names
 
 
+@functools.cache
 def torch_names() -> set[str]:
     """Return the attributes of objects of torch that are often at hand."""
     layer = nn.BatchNorm1d(1)
@@ -146,14 +159,11 @@ def torch_names() -> set[str]:
     return {name for one in objects for name in dir(one)}
 
 
-OWN, OF_TORCH = own_names(), torch_names()
-
-
 def is_foreign(name: str, owner: ast.expr) -> bool:
     """Return whether an attribute of `owner` has a private name of others."""
     if not is_private(name):
         return False
-    if name not in OWN or (name in OF_TORCH and root(owner) not in ("self", "cls")):
+    if name not in own_names() or (name in torch_names() and root(owner) not in ("self", "cls")):
         return True
     return isinstance(owner, ast.Attribute) and is_foreign(owner.attr, owner.value)
 
@@ -185,7 +195,7 @@ def is_listed(found: dict[str, str], listed: list[str]) -> None:
 def test_private_names_of_others_become_fewer() -> None:
     found = {
         name: f"{file}:{getattr(node, 'lineno', 0)}"
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         for node in ast.walk(tree)
         for name in uses(node)
     }
@@ -194,11 +204,11 @@ def test_private_names_of_others_become_fewer() -> None:
 
 def test_private_methods_for_others_become_fewer() -> None:
     names = {
-        node.attr for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+        node.attr for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)
     }
     found = {
         method.name: f"{file}:{method.lineno}"
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
         for method in node.body
@@ -222,9 +232,11 @@ def patched(tree: ast.Module) -> Iterator[ast.Attribute]:
 
 
 def test_patches_of_the_whole_process_become_fewer() -> None:
-    gone = [what for file, listed in PATCHES.items() for what in listed if what not in SOURCES.get(file, "")]
+    gone = [
+        what for file, listed in PATCHES.items() for what in listed if what not in sources().get(file, "")
+    ]
     assert gone == [], "take them from the list"
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         listed = " ".join(PATCHES.get(file, ()))
         for node in patched(tree):
             text = ast.unparse(node)
