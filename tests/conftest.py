@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import re
 import signal
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
 from .helpers.forks import use_forks
-from .helpers.time_table import TimeTable
+from .helpers.time_table import IN_WORLD, TimeTable
 from .helpers.world import WORLDS, World
-from .selection import NEW_INTERPRETERS, is_core, is_left_out, worlds_of
-
-IN_WORLD = re.compile(rf"\[(?:.*-)?({'|'.join(WORLDS)})(?:-.*)?\]$")
+from .selection import NEW_INTERPRETERS, Suite, is_core, suite_of, worlds_of
 
 GROUPS = {
     "launchers/test_matrix.py": "Slurm",
@@ -28,7 +27,7 @@ GROUPS = {
 }
 """Files whose tests share what is slow to start. All other tests form groups by world, else by file."""
 
-FIRST = ("launchers/test_hosts.py", "Slurm", "horovod-gloo-2")
+FIRST = ("launchers/test_hosts.py", "torch-gloo-3", "horovod-gloo-2", "Slurm")
 """The groups that take longest, so that no process has one left when the others are done."""
 
 
@@ -51,13 +50,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run every test, in more worlds, and start those of users as new interpreters; see tests/selection.py",
     )
     parser.addoption(
-        "--times", action="store_true", help="show what each file takes; see tests/helpers/time_table.py"
+        "--rest",
+        action="store_true",
+        help="run what .ci/run adds to the tests of ci/test; see tests/selection.py",
     )
+    parser.addoption("--times", action="store_true", help="show what each folder, file and world takes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.programs is None:
         config.option.programs = 50 if config.option.all else 25
+    # The same examples in each run; others with --all.
+    hypothesis.settings.register_profile("suite", derandomize=not config.option.all)
+    hypothesis.settings.load_profile("suite")
     if config.option.times:
         config.pluginmanager.register(TimeTable())
     config.addinivalue_line(
@@ -77,20 +82,42 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--worlds must be among {', '.join(WORLDS)}, but is {chosen} instead.")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[Any]:
+    """Keep Python from searching the items for garbage, which would take as long as collecting them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" not in metafunc.fixturenames:
         return
-    ranks, kinds = (metafunc.definition.get_closest_marker(name) for name in ("ranks", "world_kinds"))
-    fitting = [
+    if worlds := metafunc.config.getoption("--worlds"):
+        chosen = [name for name in _fitting_worlds(metafunc.definition) if name in worlds.split(",")]
+    else:
+        chosen = _worlds_of(metafunc.definition, _suite(metafunc.config))
+    metafunc.parametrize("world", chosen, indirect=True, scope="session")
+
+
+def _suite(config: pytest.Config) -> Suite:
+    return Suite.ALL if config.option.all else Suite.CI if config.option.rest else Suite.FIRST
+
+
+def _fitting_worlds(definition: pytest.Item) -> list[str]:
+    """Return the worlds with the numbers of ranks and of the kinds that a behaviour is about."""
+    ranks, kinds = (definition.get_closest_marker(name) for name in ("ranks", "world_kinds"))
+    return [
         name
         for name, (kind, size) in WORLDS.items()
         if (ranks is None or size in ranks.args) and (kinds is None or kind.name in kinds.args)
     ]
-    if worlds := metafunc.config.getoption("--worlds"):
-        chosen = [name for name in fitting if name in worlds.split(",")]
-    else:
-        chosen = worlds_of(_file(metafunc.definition.nodeid), fitting, metafunc.config.getoption("--all"))
-    metafunc.parametrize("world", chosen, indirect=True, scope="session")
+
+
+def _worlds_of(definition: pytest.Item, suite: Suite) -> list[str]:
+    return worlds_of(_file(definition.nodeid), _fitting_worlds(definition), suite)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -100,19 +127,28 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.core)
 
 
-def _runs_only_with_all(item: pytest.Item, config: pytest.Config) -> bool:
-    """Return whether a test is left out. One that the command line names, or its file, is not."""
-    if config.getoption("--all") or config.option.keyword or any(".py" in one for one in config.args):
-        return False
-    return is_left_out(item.nodeid.removeprefix("tests/"))
+def _is_in_suite(item: pytest.Item, suite: Suite) -> bool:
+    world = IN_WORLD.search(item.nodeid) if "world" in getattr(item, "fixturenames", ()) else None
+    return suite_of(item.nodeid.removeprefix("tests/")) <= suite and (
+        world is None or world[1] in _worlds_of(item, suite)
+    )
+
+
+def _is_chosen(item: pytest.Item, config: pytest.Config) -> bool:
+    """Return whether a test is in the suite to run, or the command line names it or its file."""
+    if config.option.keyword or any(".py" in one for one in config.args):
+        return True
+    if config.option.rest:
+        return _is_in_suite(item, Suite.CI) and not _is_in_suite(item, Suite.FIRST)
+    return suite_of(item.nodeid.removeprefix("tests/")) <= _suite(config)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the tests of a group together, so that what they share is started once, and nothing else is up."""
-    left_out = [item for item in items if _runs_only_with_all(item, config)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    chosen = {item: _is_chosen(item, config) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if not chosen[item]])
+    items[:] = [item for item in items if chosen[item]]
     order = {name: place for place, name in enumerate([*FIRST, *WORLDS])}
     items.sort(key=lambda item: order.get(_group(item.nodeid), len(order)))
 

@@ -1,4 +1,4 @@
-"""`pytest --times` ends with a table of what each folder and file takes: seconds, and CPU time of all processes.
+"""`pytest --times` ends with a table of what each folder, file and world takes: seconds, and CPU of all processes.
 
 Seconds without CPU time are waits. Of processes that have left the tree of pytest's, such as daemons, no time is known.
 """
@@ -6,6 +6,7 @@ Seconds without CPU time are waits. Of processes that have left the tree of pyte
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-__all__ = ("TimeTable",)
+from .world import WORLDS
+
+__all__ = ("IN_WORLD", "TimeTable")
+
+IN_WORLD = re.compile(rf"\[(?:.*-)?({'|'.join(WORLDS)})(?:-.*)?\]$")
+"""Where the name of a test has that of its world."""
 
 
 @dataclass
@@ -43,7 +49,8 @@ class TimeTable:
             if not hasattr(report, "cpu_seconds"):
                 continue
             file = report.nodeid.partition("::")[0]
-            for name in (file.rpartition("/")[0], file, "all"):
+            worlds = (world[1] for world in [IN_WORLD.search(report.nodeid)] if world)
+            for name in (file.rpartition("/")[0], file, *worlds, "all"):
                 row = rows.setdefault(name, _Row())
                 row.tests += report.when == "call"
                 row.seconds += report.duration
