@@ -13,7 +13,7 @@ import pytest
 
 from ..helpers.forks import BIN, DUALDIST
 from ..helpers.namespace_hosts import OPEN_MPI, Network, mpirun
-from ..helpers.requirements import need_modules, need_programs, need_root
+from ..helpers.requirements import need_modules, need_programs
 from ..helpers.script_launch import Ended, Script, finish
 from ..helpers.slurm_cluster import Slurm
 from ..helpers.torchrun_script import METHOD
@@ -318,10 +318,11 @@ def test_programs_meet_in_turn_in_one_place_of_a_job_and_inside_each_other(
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec of MPICH"])
-def test_processes_of_a_host_meet_whose_temporary_folders_are_their_own(launcher: str) -> None:
-    need_root()
-    need_programs("unshare", *LAUNCHERS[launcher][:1])
-    alone = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /tmp && exec "$@"', "sh")
+def test_processes_of_a_host_meet_whose_temporary_folders_are_their_own(
+    launcher: str, tmp_path: Path
+) -> None:
+    need_programs(*LAUNCHERS[launcher][:1])
+    alone = ("sh", "-c", f'TMPDIR=$(mktemp -d {tmp_path}/XXXXXX) exec "$@"', "sh")
     command = (*LAUNCHERS[launcher], *alone, *EXEC, "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
     output = finish(command, forks=False).check()
     assert sorted(re.findall(r"rank \d of \d", output)) == ["rank 0 of 2", "rank 1 of 2"]
