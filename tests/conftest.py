@@ -15,7 +15,7 @@ import torch
 from .helpers.forks import use_forks
 from .helpers.time_table import IN_WORLD, TimeTable
 from .helpers.world import WORLDS, World
-from .selection import NEW_INTERPRETERS, Suite, is_core, suite_of, worlds_of
+from .selection import MARKS, NEW_INTERPRETERS, Suite, is_core, suite_of, worlds_of
 
 GROUPS = {
     "launchers/test_matrix.py": "Slurm",
@@ -68,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "core: the tests that a contributor runs first; see tests/selection.py"
     )
+    for name in MARKS:
+        config.addinivalue_line("markers", f"{name}(where): left to a later suite; see selection.py")
     config.addinivalue_line("markers", "ranks(*sizes): the numbers of ranks that a behaviour is about")
     config.addinivalue_line("markers", "world_kinds(*names): the kinds of worlds that a behaviour is about")
     # A shell's `ci/test &` ignores SIGINT, and what tests start would ignore it too.
@@ -129,9 +131,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def _is_in_suite(item: pytest.Item, suite: Suite) -> bool:
     world = IN_WORLD.search(item.nodeid) if "world" in getattr(item, "fixturenames", ()) else None
-    return suite_of(item.nodeid.removeprefix("tests/")) <= suite and (
-        world is None or world[1] in _worlds_of(item, suite)
-    )
+    return suite_of(item) <= suite and (world is None or world[1] in _worlds_of(item, suite))
 
 
 def _is_chosen(item: pytest.Item, config: pytest.Config) -> bool:
@@ -140,7 +140,7 @@ def _is_chosen(item: pytest.Item, config: pytest.Config) -> bool:
         return True
     if config.option.rest:
         return _is_in_suite(item, Suite.CI) and not _is_in_suite(item, Suite.FIRST)
-    return suite_of(item.nodeid.removeprefix("tests/")) <= _suite(config)
+    return suite_of(item) <= _suite(config)
 
 
 @pytest.hookimpl(trylast=True)

@@ -140,6 +140,8 @@ CALLS: dict[str, tuple[Function, Function]] = {
 """A function to compile, and its result from the inputs of both ranks."""
 
 
+@pytest.mark.only_ci(where=lambda name: name not in ("allreduce", "allgather", "reduce"))
+@pytest.mark.only_all(where=lambda world, name: "horovod" in world and name != "allreduce")
 @pytest.mark.ranks(2)
 @pytest.mark.world_kinds("torch-gloo", "horovod-gloo")
 @pytest.mark.parametrize("name", CALLS)

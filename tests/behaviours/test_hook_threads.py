@@ -23,6 +23,8 @@ from dualdist.gradients import arrivals
 from ..helpers.world import everywhere
 from .test_mismatch import check_next_calls_work
 
+pytestmark = pytest.mark.only_all(where=lambda world: "mpi" in world)
+
 
 class OtherThread(Compressor):
     """While the first bucket is sent, another thread completes the gradient of the second one."""

@@ -83,6 +83,7 @@ def remove_hooks(params: Iterable[Any], how: str, taken: list[Any]) -> None:
             param._post_accumulate_grad_hooks = {"none": None, "dict": {}}[how]
 
 
+@pytest.mark.only_ci(where=lambda world, how: "horovod" in world and how != "cleared")
 @pytest.mark.parametrize("where", ["everywhere", "on rank 0"])
 @pytest.mark.parametrize("how", ["cleared", "none", "dict"])
 @pytest.mark.parametrize("style", ["optimizer", "module"])

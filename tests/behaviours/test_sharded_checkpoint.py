@@ -33,6 +33,14 @@ SAVED, MORE = 2, 2
 """Steps before and after a save."""
 
 
+def later_with_horovod(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a test for `everywhere` whose worlds of Horovod are in CI alone."""
+    test: Callable[..., None] = pytest.mark.only_ci(where=lambda world: "horovod" in world)(
+        everywhere(function)
+    )
+    return test
+
+
 def sharded_run(seed: int = 0) -> dict[str, Any]:
     """Return the state of a run with a sharded model and some more."""
     model = transformer()
@@ -181,9 +189,10 @@ def contents(state: dict[str, Any]) -> Any:
     }
 
 
+@pytest.mark.only_ci(where=lambda world, steps: world == "local-1" or steps == 0)
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("way", ["fully sharded", "tensor parallel"])
-@everywhere
+@later_with_horovod
 def test_a_save_takes_no_step_of_any_optimizer(way: str, steps: int, tmp_path: Path) -> None:
     """Some parameters are first used after the resume."""
     names = tuple(OPTIMIZERS) if way == "fully sharded" else OF_EACH_FORM
@@ -225,7 +234,7 @@ def test_a_save_takes_no_step_of_any_optimizer(way: str, steps: int, tmp_path: P
     assert contents(undisturbed) == contents(saved) == contents(resumed)
 
 
-@everywhere
+@later_with_horovod
 def test_what_a_checkpoint_has_no_state_for_gets_none(tmp_path: Path) -> None:
     small, large = (nn.Sequential(*[nn.Linear(2, 2) for _ in range(count)]) for count in (1, 2))
     optimizers = [torch.optim.NAdam(model.parameters()) for model in (small, large)]
@@ -241,7 +250,7 @@ def test_what_a_checkpoint_has_no_state_for_gets_none(tmp_path: Path) -> None:
     assert [float(state["step"]) for state in optimizers[1].state.values()] == [1, 1]
 
 
-@everywhere
+@later_with_horovod
 def test_optimizer_state_keeps_its_dtypes(tmp_path: Path) -> None:
     def made(dtype: torch.dtype) -> dict[str, Any]:
         model = nn.Linear(4, 4).bfloat16()
@@ -260,7 +269,7 @@ def test_optimizer_state_keeps_its_dtypes(tmp_path: Path) -> None:
         assert contents(loaded) == contents(saved)
 
 
-@everywhere
+@later_with_horovod
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     state = sharded_run()
     with managed(tmp_path, state, keep=2, best=("accuracy", "max"), every_steps=None) as manager:
@@ -273,7 +282,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         assert best is not None and best.step == 1
 
 
-@everywhere
+@later_with_horovod
 def test_an_archived_checkpoint_stays_whole_when_a_link_has_its_place(tmp_path: Path) -> None:
     state, placed = sharded_run(), tmp_path / "run" / "step-000000000"
     with managed(tmp_path / "run", state, keep=1, every_steps=None) as manager:
@@ -288,7 +297,7 @@ def test_an_archived_checkpoint_stays_whole_when_a_link_has_its_place(tmp_path: 
         assert manager.steps == 0
 
 
-@everywhere
+@later_with_horovod
 def test_a_closed_manager_leaves_no_group_of_torch(tmp_path: Path) -> None:
     groups = []
     for _ in range(2):
@@ -299,7 +308,7 @@ def test_a_closed_manager_leaves_no_group_of_torch(tmp_path: Path) -> None:
     manager.close()  # twice is once
 
 
-@everywhere
+@later_with_horovod
 def test_torch_loads_the_folder(tmp_path: Path) -> None:
     state = sharded_run()
     with managed(tmp_path, state) as manager:
@@ -312,7 +321,7 @@ def test_torch_loads_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed")
-@everywhere
+@later_with_horovod
 def test_accelerate_merges_the_folder(tmp_path: Path) -> None:
     from accelerate.utils import merge_fsdp_weights
 
@@ -327,8 +336,8 @@ def test_accelerate_merges_the_folder(tmp_path: Path) -> None:
         assert all(torch.equal(one, other) for one, other in zip(merged, expected, strict=True))
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@everywhere
+@pytest.mark.parametrize("flat", [False, pytest.param(True, marks=pytest.mark.only_ci)])
+@later_with_horovod
 def test_a_folder_of_another_program_is_loaded(flat: bool, tmp_path: Path) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -354,7 +363,7 @@ def test_a_folder_of_another_program_is_loaded(flat: bool, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("program", ["ours", "theirs"])
-@everywhere
+@later_with_horovod
 def test_hyperparameters_reach_their_group_when_parameters_have_numbers_for_names(
     program: str, tmp_path: Path
 ) -> None:
@@ -378,7 +387,7 @@ def test_hyperparameters_reach_their_group_when_parameters_have_numbers_for_name
     assert rates == [0.1, pytest.approx(0.2), 0.3]
 
 
-@everywhere
+@later_with_horovod
 def test_hyperparameters_with_other_characters_in_their_names_are_loaded(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -413,7 +422,7 @@ class Nested(torch.optim.SGD):
         return super().step(closure)
 
 
-@everywhere
+@later_with_horovod
 def test_state_in_containers_is_saved_and_what_would_not_be_loaded_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = Nested(
@@ -435,7 +444,7 @@ def test_state_in_containers_is_saved_and_what_would_not_be_loaded_is_refused(tm
             manager.save()
 
 
-@everywhere
+@later_with_horovod
 def test_each_rank_may_have_other_layers(tmp_path: Path) -> None:
     def made() -> tuple[Any, Any]:
         model = torch.nn.ModuleDict({f"stage{hvd.rank()}": torch.nn.Linear(2, 2)})
@@ -456,7 +465,7 @@ def test_each_rank_may_have_other_layers(tmp_path: Path) -> None:
     assert torch.equal(*momenta)
 
 
-@everywhere
+@later_with_horovod
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     with managed(tmp_path, sharded_run()) as manager:
         manager.save()
@@ -482,7 +491,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
             assert state["epoch"] == 0
 
 
-@everywhere
+@later_with_horovod
 def test_the_model_alone_is_loaded_strictly(tmp_path: Path) -> None:
     saved, loaded = sharded_run(), sharded_run(seed=1)
     with managed(tmp_path, saved) as manager:
@@ -498,7 +507,7 @@ def test_the_model_alone_is_loaded_strictly(tmp_path: Path) -> None:
         assert weights(loaded["model"])[: len(weights(saved["model"]))] == weights(saved["model"])
 
 
-@everywhere
+@later_with_horovod
 def test_a_hyperparameter_gets_the_kind_that_was_saved(tmp_path: Path) -> None:
     for rate, other in ((0.02, torch.tensor(0.01)), (torch.tensor(0.02), 0.01)):
         folder, saved, loaded = tmp_path / f"{type(rate).__name__}", sharded_run(), sharded_run(seed=1)
@@ -513,7 +522,7 @@ def test_a_hyperparameter_gets_the_kind_that_was_saved(tmp_path: Path) -> None:
         assert float(found) == pytest.approx(0.02)
 
 
-@everywhere
+@later_with_horovod
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     state, newest, part = sharded_run(), tmp_path / "step-000000002", f"__{hvd.size() - 1}_0.distcp"
     with managed(tmp_path, state) as manager:
@@ -535,7 +544,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@everywhere
+@later_with_horovod
 def test_a_full_disk_on_one_rank_is_an_error_on_all(asynchronous: bool, tmp_path: Path) -> None:
     state, last = sharded_run(), hvd.size() - 1
     with managed(tmp_path, state, every_steps=None, asynchronous=asynchronous) as manager:
@@ -559,7 +568,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(asynchronous: bool, tmp_path
         assert state["epoch"] == 1
 
 
-@everywhere
+@later_with_horovod
 def test_a_folder_that_cannot_be_written_any_more_names_the_newest_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -575,7 +584,7 @@ def test_a_folder_that_cannot_be_written_any_more_names_the_newest_checkpoint(
             manager.save()
 
 
-@everywhere
+@later_with_horovod
 def test_a_step_that_is_saved_again_is_never_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, placed, rename = sharded_run(), tmp_path / "step-000000000", os.rename
     with managed(tmp_path, state) as manager:
@@ -603,7 +612,7 @@ def test_a_step_that_is_saved_again_is_never_lost(tmp_path: Path, monkeypatch: p
         assert manager.restore_latest() is not None and state["epoch"] == 0
 
 
-@everywhere
+@later_with_horovod
 def test_what_one_rank_cannot_copy_is_an_error_on_all(tmp_path: Path) -> None:
     state, last = sharded_run(), hvd.size() - 1
     group = state["optimizer"].param_groups[0]
@@ -621,7 +630,7 @@ def test_what_one_rank_cannot_copy_is_an_error_on_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-@everywhere
+@later_with_horovod
 def test_a_folder_that_the_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
     own = os.open(tmp_path, os.O_RDONLY) if hvd.rank() == 0 else None
     folder = hvd.broadcast_object(f"/proc/self/fd/{own}", 0)  # on rank 0 alone
@@ -634,7 +643,7 @@ def test_a_folder_that_the_ranks_do_not_share_is_refused(tmp_path: Path) -> None
         os.close(own)
 
 
-@everywhere
+@later_with_horovod
 def test_sharded_models_need_a_manager_for_them(tmp_path: Path) -> None:
     state = sharded_run()
     with CheckpointManager(tmp_path, state, signals=()) as manager:
@@ -647,7 +656,7 @@ def test_sharded_models_need_a_manager_for_them(tmp_path: Path) -> None:
         assert not names_in(tmp_path)
 
 
-@everywhere
+@later_with_horovod
 def test_names_that_make_equal_names_of_parts_are_refused(tmp_path: Path) -> None:
     state = {"net": transformer(), "net.ema": transformer(), "net.epoch": 0}
     with pytest.raises(ValueError, match=r"must not have the model or optimizer 'net.ema' beside 'net'"):
@@ -656,7 +665,7 @@ def test_names_that_make_equal_names_of_parts_are_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@everywhere
+@later_with_horovod
 def test_checkpoints_of_the_other_kind_are_not_passed_over_silently(sharded: bool, tmp_path: Path) -> None:
     state = {"model": transformer(), "epoch": 0}
     with managed(tmp_path, state, sharded=not sharded) as manager:

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ..helpers.killed_runs import EVERY, STEPS
 from ..helpers.world import ROOT
 
 RUNS, SECONDS = 50, 200
 
 
+@pytest.mark.only_all
 def test_50_killed_runs_resume_from_a_complete_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.helpers.killed_runs", str(tmp_path), str(RUNS), "0"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)

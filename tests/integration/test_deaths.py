@@ -8,6 +8,7 @@ from ..helpers.deaths import KINDS, deaths
 from ..helpers.requirements import need_modules
 
 
+@pytest.mark.only_all
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_others_name_the_rank_that_died_and_end(kind: str) -> None:
     need_modules(*(["horovod"] if "horovod" in kind else []), *(["mpi4py"] if "mpi" in kind else []))

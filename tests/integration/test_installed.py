@@ -23,7 +23,7 @@ import dualdist
 
 from ..helpers.world import ROOT
 
-pytestmark = pytest.mark.timeout(300)  # mypy reads all of torch when its cache is empty
+pytestmark = [pytest.mark.only_all, pytest.mark.timeout(300)]  # mypy reads all of torch without a cache
 
 _WRITTEN = ("__pycache__", "build", "dist", "runs")
 """Folders that builds and runs leave behind."""

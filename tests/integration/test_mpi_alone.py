@@ -113,12 +113,14 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("script", [SCRIPT_OF_MANY_WORLDS], indirect=True, ids=["many worlds"])
 def test_rank_and_size_are_those_of_mpi_and_a_hundred_worlds_leak_nothing(script: str) -> None:
     ended = launch("mpirun", script)
     assert (ended.code, ended.output) == (0, "")
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("script", [SCRIPT_WITH_THREAD_LEVEL], indirect=True, ids=["thread level"])
 def test_mpi_that_allows_one_call_at_a_time_gets_one_at_a_time(script: str) -> None:
     # In a new interpreter, at whose end mpi4py finalizes MPI.
@@ -133,12 +135,14 @@ def test_init_starts_mpi_if_the_import_of_mpi4py_did_not(script: str) -> None:
     assert (ended.code, ended.output) == (0, "")
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("script", [SCRIPT_WITH_A_CALLBACK_AT_ITS_END], indirect=True, ids=["callback"])
 def test_the_interpreter_ends_after_the_callbacks_of_futures(script: str) -> None:
     ended = launch("mpirun", script, forks=False)
     assert (ended.code, ended.output.split()) == (0, ["ended"] * 4)
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("script", [SCRIPT_WITH_AN_EXCEPTHOOK], indirect=True, ids=["excepthook"])
 def test_an_exception_that_the_script_shows_itself_ends_the_job(script: str) -> None:
     settings = {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"}
@@ -156,6 +160,7 @@ def test_mpi_for_a_single_thread_is_refused(script: str) -> None:
     assert "MPI must allow calls from any thread" in ended.output
 
 
+@pytest.mark.only_ci
 def test_torch_finds_the_backend_of_an_installed_package(tmp_path: Path) -> None:
     if not hasattr(dist.Backend, "_ensure_backend_registered"):
         pytest.skip("this torch reads no entry points of backends")

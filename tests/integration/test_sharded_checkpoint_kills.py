@@ -15,6 +15,7 @@ from ..helpers.world import ROOT
 RUNS, SECONDS = 60, 900
 
 
+@pytest.mark.only_all
 @pytest.mark.timeout(SECONDS + 60)
 def test_60_killed_runs_resume_as_if_undisturbed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.helpers.killed_shards", str(tmp_path), str(RUNS), "0"]

@@ -27,8 +27,9 @@ QUICK_OVER_MPI = [
 """torch_suite.py --mpi --own runs all tests over MPI."""
 
 
+@pytest.mark.only_ci
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.only_all)])
 def test_results_are_as_recorded(ranks: int, request: pytest.FixtureRequest) -> None:
     need_modules("expecttest")  # torch's tests import it
     results = torch_suite.run(ranks, [] if request.config.getoption("--all") else QUICK)
@@ -36,6 +37,7 @@ def test_results_are_as_recorded(ranks: int, request: pytest.FixtureRequest) -> 
     assert torch_suite.differences(ranks, results) == []
 
 
+@pytest.mark.only_all
 @pytest.mark.timeout(1200)
 def test_results_over_mpi_are_as_recorded() -> None:
     need_modules("expecttest", "mpi4py")
@@ -44,6 +46,7 @@ def test_results_over_mpi_are_as_recorded() -> None:
     assert torch_suite.differences(2, results, own=True) == []
 
 
+@pytest.mark.only_all
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_results_of_our_class_over_mpi_are_as_recorded(ranks: int, request: pytest.FixtureRequest) -> None:

@@ -69,6 +69,7 @@ def check_ratios(report: Report, figures: list[str]) -> None:
         assert all(row["least"] == row["median"] == row["greatest"] for row in found.values())
 
 
+@pytest.mark.only_all
 def test_step_compares_trainers_in_processes_of_their_own(tmp_path: Path) -> None:
     chart = tmp_path / "chart.png"
     report = bench_json(
@@ -79,6 +80,7 @@ def test_step_compares_trainers_in_processes_of_their_own(tmp_path: Path) -> Non
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.only_all
 @pytest.mark.parametrize("interruption", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_interrupted_bench_keeps_the_rounds_before(tmp_path: Path, interruption: signal.Signals) -> None:
     file, single = tmp_path / "report.json", "single process"
@@ -98,6 +100,7 @@ def test_interrupted_bench_keeps_the_rounds_before(tmp_path: Path, interruption:
     assert table.startswith("small ms, 2 processes\n  single process ")
 
 
+@pytest.mark.only_all
 def test_contestant_that_fails_is_left_out(tmp_path: Path) -> None:
     file, single, ours = tmp_path / "report.json", "single process", "dualdist torch+gloo module"
     chosen = ("--contestants", single, ours, "--baseline", single)
@@ -112,6 +115,7 @@ def test_contestant_that_fails_is_left_out(tmp_path: Path) -> None:
     assert {name: len(rows) for name, rows in report["rounds"].items()} == {single: 2, ours: 0}
 
 
+@pytest.mark.only_all
 def test_collectives_compare_callers(tmp_path: Path) -> None:
     names = ("allreduce", "broadcast", "allgather", "alltoall", "reducescatter")
     report = bench_json(tmp_path, "collectives", ("gloo", "dualdist torch+gloo"), "--bytes", "64")

@@ -52,7 +52,7 @@ sys.exit("the end")
 """
 
 
-@pytest.mark.parametrize("name", ["python", "mpirun"])
+@pytest.mark.parametrize("name", ["python", pytest.param("mpirun", marks=pytest.mark.only_ci)])
 def test_a_signal_ends_the_job_with_the_code_that_was_set(name: str, tmp_path: Path) -> None:
     ended = launch(name, "-c", PREEMPTED, str(tmp_path / "saved"))
     assert ended.code == 75
@@ -119,6 +119,7 @@ def preempt(
     return code
 
 
+@pytest.mark.only_ci(where=lambda name: name in ("horovodrun", "mpirun"))
 @pytest.mark.parametrize("name", ["python", "torchrun", "horovodrun", "mpirun"])
 def test_a_signal_to_all_processes_of_a_job_saves_it_though_workers_load_data(
     name: str, tmp_path: Path
@@ -129,14 +130,16 @@ def test_a_signal_to_all_processes_of_a_job_saves_it_though_workers_load_data(
     assert (code == 75) if name == "python" else code != 0
 
 
+@pytest.mark.only_ci(where=lambda to, number: (to, number) != (ALL, signal.SIGTERM))
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("to", [ALL, LAUNCHER, OTHERS])
+@pytest.mark.parametrize("to", [ALL, LAUNCHER, pytest.param(OTHERS, marks=pytest.mark.only_all)])
 def test_dualdist_run_that_is_signalled_ends_with_the_code_of_the_saved_run(
     number: signal.Signals, to: str, tmp_path: Path
 ) -> None:
     assert preempt(DUALDIST_RUN, {}, tmp_path, number, ("2", "persistent"), to=to) == 75
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize(("number", "to"), [(signal.SIGTERM, OTHERS), (signal.SIGUSR1, LAUNCHER)])
 def test_a_signal_to_a_step_of_slurm_saves_it(
     number: signal.Signals, to: str, slurm: Slurm, tmp_path: Path
@@ -144,7 +147,8 @@ def test_a_signal_to_a_step_of_slurm_saves_it(
     assert preempt(SRUN, slurm.environment, tmp_path, number, to=to) == 75
 
 
-@pytest.mark.parametrize("launcher", ["srun", "dualdist run"])
+@pytest.mark.only_ci
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("dualdist run", marks=pytest.mark.only_all)])
 def test_a_preempted_job_of_slurm_is_requeued_and_resumes(
     launcher: str, slurm: Slurm, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from ..helpers.world import ROOT
 CLUSTER = ROOT / "examples" / "cluster"
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("script", ["slurm.sbatch", "slurm_torchrun.sbatch"])
 def test_a_batch_script_trains_on_two_nodes(script: str, slurm: Slurm, tmp_path: Path) -> None:
     log, metrics = tmp_path / "log", tmp_path / "metrics.json"
@@ -47,6 +48,7 @@ def test_a_batch_script_trains_on_two_nodes(script: str, slurm: Slurm, tmp_path:
 HOST_FILES = {"pbs.sh": "PBS_NODEFILE", "lsf.sh": "LSB_DJOB_HOSTFILE"}
 
 
+@pytest.mark.only_ci(where=lambda script: script == "lsf.sh")
 @pytest.mark.parametrize("script", HOST_FILES)
 def test_a_batch_script_trains_on_the_hosts_of_the_job(script: str, tmp_path: Path) -> None:
     hosts, metrics = tmp_path / "hosts", tmp_path / "metrics.json"

@@ -61,6 +61,7 @@ def check(folder: Path, places: Sequence[tuple[int, ...]], options: list[str], r
         assert report["runs"] == runs
 
 
+@pytest.mark.only_ci(where=lambda name: name == "torchrun-horovod" or "mpirun" in name)
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_script_runs_as_under_horovod_makes_a_group_of_torch_and_ends_quietly(
     name: str, tmp_path: Path
@@ -72,6 +73,7 @@ def test_script_runs_as_under_horovod_makes_a_group_of_torch_and_ends_quietly(
     check(tmp_path, [(rank, size, 0, 1) for rank in range(size)], options, RUNS[name])
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
 def test_script_runs_as_under_horovod_on_two_hosts(backend: str, network: Network, tmp_path: Path) -> None:
     need_modules(backend)

@@ -97,11 +97,13 @@ def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return LAUNCHERS[request.param].size, launch(request.param, str(path))
 
 
+@pytest.mark.only_ci(where=lambda ended: ended not in ("python", "torchrun"))
 def test_helpers_that_ask_torch_give_each_rank_its_shard(ended: tuple[int, Ended]) -> None:
     size, ending = ended
     assert printed(ending.check()) == [f"{list(range(rank, 8, size))} -3.5" for rank in range(size)]
 
 
+@pytest.mark.only_ci(where=lambda ended: ended not in ("python", "torchrun"))
 def test_a_forked_process_ends_as_it_wants_and_the_ranks_continue(ended: tuple[int, Ended]) -> None:
     output = ended[1].check()
     assert "codes 3 4 5 1 0" in output
@@ -145,6 +147,7 @@ def test_a_script_of_dualdist_finds_the_group_also_if_something_else_imports_hor
     assert printed(ended.check()) == expected
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("name", ["horovodrun", "mpirun", "mpirun-torch"])
 def test_accelerate_finds_the_world_of_launchers_that_it_does_not_know(name: str, script: Script) -> None:
     need_modules("accelerate")

@@ -74,6 +74,7 @@ def test_under_a_launcher_it_shows_the_launchers_numbers_and_their_sources() -> 
     assert "`transport` must be gloo or nccl under torchrun" in ended.output
 
 
+@pytest.mark.only_ci
 def test_mpich_is_named_whose_version_has_many_lines(tmp_path: Path) -> None:
     need_modules("mpi4py")
     mpich = {"LD_LIBRARY_PATH": str(debians_mpich(tmp_path)), "MPI4PY_MPIABI": "mpich"}

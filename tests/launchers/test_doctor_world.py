@@ -103,6 +103,8 @@ def other_numpy(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.only_ci
+@pytest.mark.only_all(where=lambda launcher: launcher in ("srun", "dualdist run"))
 @pytest.mark.parametrize("launcher", COMMANDS)
 def test_a_slow_link_another_version_and_a_wrong_clock_are_named(
     launcher: str, hosts: Hosts, other_numpy: str
@@ -123,6 +125,7 @@ def test_a_slow_link_another_version_and_a_wrong_clock_are_named(
     assert output.count("3 problems must be solved first.") == 1
 
 
+@pytest.mark.only_ci
 def test_a_sound_world_of_two_hosts_can_train(hosts: Hosts) -> None:
     need_programs("tc")
     with contextlib.ExitStack() as stack:
@@ -177,6 +180,8 @@ def with_an_absent_rank(
         yield futures
 
 
+@pytest.mark.only_ci
+@pytest.mark.only_all(where=lambda without: without in ("srun", "dualdist run"))
 @pytest.mark.parametrize("without", COMMANDS)
 def test_a_process_that_never_arrives_is_named(
     without: str, with_an_absent_rank: Mapping[str, Future[tuple[list[int], str]]]

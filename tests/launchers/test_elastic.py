@@ -69,6 +69,7 @@ def horovodrun(folder: Path, most: int, *program: str) -> list[str]:
     return [f"{BIN}/horovodrun", "--gloo", *sizes, *hosts, sys.executable, *program]
 
 
+@pytest.mark.only_ci
 @long
 @pytest.mark.parametrize("runner", [(), ("-m", "dualdist.compat")], ids=["plain", "compat"])
 def test_horovodrun_survives_a_kill_and_changes_of_hosts(
@@ -89,6 +90,7 @@ def test_horovodrun_survives_a_kill_and_changes_of_hosts(
     assert_every_sample_is_seen_once(tmp_path)
 
 
+@pytest.mark.only_ci
 @long
 def test_all_survivors_of_a_kill_join_the_next_world_of_horovodrun(
     tmp_path: Path, undisturbed: float
@@ -111,6 +113,7 @@ def test_a_backend_that_cannot_follow_horovodrun_is_refused(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.only_ci
 @long
 def test_torchrun_with_two_agents_survives_a_kill_and_changes_of_hosts(
     tmp_path: Path, undisturbed: float
@@ -152,6 +155,7 @@ def test_torchrun_with_two_agents_survives_a_kill_and_changes_of_hosts(
     assert_every_sample_is_seen_once(tmp_path)
 
 
+@pytest.mark.only_ci
 def test_torchrun_with_one_agent_survives_a_kill(tmp_path: Path, undisturbed: float) -> None:
     ended = finish(
         [

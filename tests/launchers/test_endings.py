@@ -88,6 +88,7 @@ REPORTS = {
 """How a launcher names the process that has failed first."""
 
 
+@pytest.mark.only_ci(where=lambda name: name != "torchrun")
 @pytest.mark.parametrize("name", TOGETHER)
 def test_an_exception_on_one_rank_ends_all_and_is_reported_once(name: str, script: Script) -> None:
     """The launcher names this rank, and not the other one, which ends because of it. Its interpreter may end sooner."""
@@ -99,6 +100,7 @@ def test_an_exception_on_one_rank_ends_all_and_is_reported_once(name: str, scrip
         assert re.findall(REPORTS[name], ended.output)[:1] == ["1"]
 
 
+@pytest.mark.only_ci(where=lambda name: name != "torchrun")
 @pytest.mark.parametrize("name", TOGETHER)
 def test_a_rank_that_ends_early_without_an_exception_is_named(name: str, script: Script) -> None:
     ended = launch(name, script(SCRIPT), "return")
@@ -107,6 +109,7 @@ def test_a_rank_that_ends_early_without_an_exception_is_named(name: str, script:
     assert "If one had fewer batches than the others" in ended.output
 
 
+@pytest.mark.only_ci
 def test_mpirun_returns_the_exit_code_of_the_rank_that_has_ended_first(script: Script) -> None:
     assert launch("mpirun", script(SCRIPT), "exit", forks=False).code == 3
 
@@ -147,6 +150,7 @@ hvd.allreduce(torch.ones(3))
 """
 
 
+@pytest.mark.only_ci(where=lambda what: what == "waits")
 @pytest.mark.parametrize(("what", "code"), [("calls", 1), ("waits", -signal.SIGABRT)])
 def test_a_crash_of_horovods_gloo_is_reported_with_its_cause(
     what: str, code: int, script: Script, tmp_path: Path
@@ -221,6 +225,7 @@ def test_init_method_joins_processes_without_a_launcher(script: Script, tmp_path
     assert (ended.code, ended.output) == (0, "")
 
 
+@pytest.mark.only_all
 def test_ranks_end_without_a_crash_while_one_keeps_the_error_of_its_hook(
     script: Script, tmp_path: Path
 ) -> None:
@@ -231,6 +236,8 @@ def test_ranks_end_without_a_crash_while_one_keeps_the_error_of_its_hook(
     launch("torchrun", script(HELD_ERROR), str(tmp_path / "ending"), forks=False).check()
 
 
+@pytest.mark.only_ci
+@pytest.mark.only_all(where=lambda launcher, ending: (launcher, ending) != ("mpirun", "raise"))
 @pytest.mark.parametrize(
     ("launcher", "ending"), [("mpirun", "raise"), ("mpirun", "hvd.shutdown()"), ("mpirun-torch", "raise")]
 )

@@ -56,7 +56,7 @@ def write_mnist(folder: Path) -> None:
         (folder / f"{part}-labels-idx1-ubyte").write_bytes(labels)
 
 
-@pytest.fixture(scope="module", params=["torchrun", "mpirun"])
+@pytest.fixture(scope="module", params=["torchrun", pytest.param("mpirun", marks=pytest.mark.only_all)])
 def launcher(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -89,12 +89,14 @@ def numbers(text: str, pattern: str) -> list[tuple[float, ...]]:
     return [tuple(map(float, found)) for found in re.findall(pattern, text)]
 
 
+@pytest.mark.only_ci
 def test_mnist_counts_the_images_of_each_process(said_with_images: Said) -> None:
     code, text = said_with_images["mnist"]
     assert code == 0
     assert re.match(r"Train Epoch: 1 \[0/16 \(0%\)\]\tLoss: \d\.\d{6}\nTest set: Average loss: \d", text)
 
 
+@pytest.mark.only_ci
 def test_mnist_without_a_network_says_why_and_learns_other_digits(said_with_images: Said) -> None:
     code, text = said_with_images["mnist offline"]
     assert code == 0
@@ -107,12 +109,14 @@ def test_mnist_without_a_network_says_why_and_learns_other_digits(said_with_imag
     assert tests[-1][0] < tests[0][0] and tests[-1][1] > 70
 
 
+@pytest.mark.only_ci
 def test_cifar10_trains_on_random_images(said_with_images: Said) -> None:
     code, text = said_with_images["cifar10"]
     assert code == 0
     assert len(numbers(text, r"epoch 1: loss (\S+), test loss (\S+), accuracy (0\.\d+)\n")) == 1
 
 
+@pytest.mark.only_ci
 def test_a_failed_download_ends_with_the_reason_and_the_remedy(said_with_images: Said) -> None:
     code, text = said_with_images["cifar10 offline"]
     assert text == "" and isinstance(code, str)
@@ -120,6 +124,7 @@ def test_a_failed_download_ends_with_the_reason_and_the_remedy(said_with_images:
     assert code.endswith("Copy cifar-10-batches-py there from a machine with a network. Or use --synthetic.")
 
 
+@pytest.mark.only_ci
 def test_imagenet_resumes_after_its_last_epoch(said_with_images: Said) -> None:
     pattern = r"epoch (\d): loss (\d+\.\d+), accuracy (\S+) \((\S+) with averaged weights\)"
     (first, text), (second, more) = said_with_images["imagenet"], said_with_images["imagenet resumed"]
@@ -150,6 +155,7 @@ def test_the_trainer_resumes_from_its_snapshot(said_without_images: Said) -> Non
     assert more.startswith("Resuming training from snapshot at epoch 2\n")
 
 
+@pytest.mark.only_ci
 def test_the_benchmark_says_what_horovods_says(said_with_images: Said) -> None:
     code, text = said_with_images["benchmark"]
     assert code == 0

@@ -55,6 +55,8 @@ def check(ended: Ended, size: int, *arguments: str) -> None:
     assert sorted(found, key=lambda line: int(line[1])) == expected
 
 
+@pytest.mark.only_ci(where=lambda name: name not in ("python", "mpirun", "torchrun"))
+@pytest.mark.only_ci(where=lambda program, name: program != EXEC and name != "mpirun")
 @pytest.mark.parametrize("name", LAUNCHERS)
 @pytest.mark.parametrize(
     ("program", "arguments"),
@@ -70,6 +72,7 @@ def test_a_script_finds_all_processes_under_every_launcher(
     check(ended, 2 if launcher else 1, *arguments)
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize(
     ("before", "arguments"),
     [
@@ -86,6 +89,7 @@ def test_a_script_finds_the_processes_of_two_nodes_of_slurm(
     check(slurm.finish(*_STEP, *before, *arguments), 3, *arguments)
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("kind", ["pmi2", "pmix"])
 def test_a_step_of_slurm_leaves_mpi_to_the_script(slurm: Slurm, kind: str, tmp_path: Path) -> None:
     need_modules("mpi4py")
@@ -132,6 +136,7 @@ def test_processes_that_have_started_mpi_can_meet() -> None:
     assert sorted(re.findall(r"rank \d", output)) == ["rank 0", "rank 1"]
 
 
+@pytest.mark.only_ci(where=lambda join: "import init" in join)
 @pytest.mark.parametrize(
     ("launcher", "join", "count"),
     [
@@ -149,6 +154,7 @@ def test_a_world_of_mpi4py_that_is_smaller_than_the_launchers_is_named(
     assert output.count(f"mpi4py's world has size 1, but {launcher} has set size 2") == count
 
 
+@pytest.mark.only_ci
 def test_init_without_mpi4py_warns_of_too_many_threads() -> None:
     need_programs("mpiexec.hydra")
     source = (
@@ -167,6 +173,7 @@ ON_TWO_HOSTS = {
 }
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize(
     ("launcher", "before", "arguments"),
     [
@@ -204,6 +211,7 @@ for backend in ("torch", "torch", "horovod", "horovod"):
 """
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec", "dualdist exec"])
 def test_init_on_two_hosts_needs_no_mpi4py(network: Network, launcher: str) -> None:
     need_modules("horovod")
@@ -239,6 +247,7 @@ os.write(1, f"rank {rank} ended\\n".encode())
 """
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize(
     "before", [(sys.executable,), (*EXEC, "--", sys.executable)], ids=["python", "dualdist exec"]
 )
@@ -252,6 +261,7 @@ def test_a_process_may_end_later_than_the_others_of_its_host(
     assert sorted(re.findall(r"rank (\d) ended", output)) == ["0", "1", "2"]
 
 
+@pytest.mark.only_ci
 def test_mpiexec_of_mpich_kills_the_others_of_a_host_when_one_ends_in_the_middle_of_mpi(
     network: Network, tmp_path: Path
 ) -> None:
@@ -266,6 +276,7 @@ def test_mpiexec_of_mpich_kills_the_others_of_a_host_when_one_ends_in_the_middle
     assert "not killed" not in ended.output  # nor is it, for ever, when hydra sees no end
 
 
+@pytest.mark.only_ci
 def test_a_process_that_mpiexec_of_mpich_waits_for_is_an_error(network: Network, tmp_path: Path) -> None:
     need_programs("mpiexec.hydra")
     os.mkfifo(tmp_path / "pipe")
@@ -301,12 +312,14 @@ def _worlds(output: str) -> list[list[str]]:
     return [sorted(rank for rank, other in found if other == run) for run in dict(map(reversed, found))]
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("kind", ["pmi2", "pmix"])
 def test_programs_meet_in_turn_in_a_step_of_slurm(slurm: Slurm, kind: str) -> None:
     ended = slurm.finish(*_STEP, f"--mpi={kind}", *_TWICE, *EXEC, "--", *_SHOWS)
     assert _worlds(ended.check()) == [["0", "1", "2"]] * 2
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec"])
 def test_programs_meet_in_turn_in_one_place_of_a_job_and_inside_each_other(
     network: Network, launcher: str
@@ -317,7 +330,7 @@ def test_programs_meet_in_turn_in_one_place_of_a_job_and_inside_each_other(
     assert _worlds(network.finish(*command, forks=launcher == "mpirun").check()) == [["0", "1", "2"]] * 4
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "mpiexec of MPICH"])
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("mpiexec of MPICH", marks=pytest.mark.only_ci)])
 def test_processes_of_a_host_meet_whose_temporary_folders_are_their_own(
     launcher: str, tmp_path: Path
 ) -> None:
@@ -328,6 +341,7 @@ def test_processes_of_a_host_meet_whose_temporary_folders_are_their_own(
     assert sorted(re.findall(r"rank \d of \d", output)) == ["rank 0 of 2", "rank 1 of 2"]
 
 
+@pytest.mark.only_ci
 def test_the_server_of_pmix_loses_no_process_that_starts_mpi_later(network: Network) -> None:
     # Open MPI's server sometimes expects too few processes in MPI_Init if it has lost one before.
     start = (*ON_TWO_HOSTS["mpirun"], *EXEC, "--", sys.executable, "-c", _CONNECTIONS)
@@ -335,6 +349,7 @@ def test_the_server_of_pmix_loses_no_process_that_starts_mpi_later(network: Netw
     assert output.count("connected 1\n") == 3
 
 
+@pytest.mark.only_ci
 def test_a_missing_process_on_another_host_is_named(network: Network) -> None:
     need_modules("mpi4py")
     waits = 'if [ $OMPI_COMM_WORLD_RANK = 2 ]; then exec sleep 100; fi; exec "$@"'
@@ -381,6 +396,7 @@ def test_a_script_that_calls_init_finds_its_launcher() -> None:
     assert len(re.findall(r"mpirun 2$", output, re.MULTILINE)) == 2
 
 
+@pytest.mark.only_ci
 def test_a_horovod_script_runs_with_compat(script: Script) -> None:
     path = script(
         "import torch\nimport horovod.torch as hvd\nhvd.init()\n"
@@ -391,6 +407,7 @@ def test_a_horovod_script_runs_with_compat(script: Script) -> None:
     assert output.count("sum horovod.torch 3\n") == 2
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize(("launcher", "before"), [("mpirun", EXEC), ("PALS' variables", (sys.executable,))])
 def test_a_trainer_of_lightning_joins_all_processes(
     launcher: str, before: tuple[str, ...], script: Script
@@ -413,6 +430,7 @@ def test_a_trainer_of_lightning_joins_all_processes(
     assert len({weights for _, weights in found}) == 1  # they start with other ones
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec of MPICH"])
 def test_jobs_that_start_at_the_same_time_do_not_meet(launcher: str) -> None:
     need_programs(*LAUNCHERS[launcher][:1])

@@ -12,9 +12,9 @@ from tests.helpers import framework_training as frameworks
 
 from ..helpers.requirements import need_modules
 
-pytestmark = pytest.mark.usefixtures("python")
+pytestmark = [pytest.mark.only_ci, pytest.mark.usefixtures("python")]
 
-BACKENDS = ["torch", "horovod"]
+BACKENDS = ["torch", pytest.param("horovod", marks=pytest.mark.only_all)]
 T = TypeVar("T")
 
 
@@ -29,6 +29,7 @@ def check(work: Callable[[], list[float]], backend: str, expected: list[float]) 
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.only_all(where=lambda package: package in ("fabric", "ignite"))
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("package", ["accelerate", "fabric", "lightning", "ignite"])
 def test_a_framework_trains_a_bare_and_a_wrapped_model_and_with_our_optimizer(
@@ -40,6 +41,7 @@ def test_a_framework_trains_a_bare_and_a_wrapped_model_and_with_our_optimizer(
         assert found == dict.fromkeys(["framework", "wrapper", "optimizer"], expected)
 
 
+@pytest.mark.only_all
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_torchmetrics_combines_what_the_ranks_have_seen(backend: str) -> None:
     need_modules("torchmetrics")
@@ -53,11 +55,13 @@ def test_torchmetrics_combines_what_the_ranks_have_seen(backend: str) -> None:
         assert found == pytest.approx(expected, rel=1e-6)  # torchmetrics adds up in float32
 
 
+@pytest.mark.only_all
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_averages_of_a_wrapped_model_are_those_of_one_process(backend: str) -> None:
     check(frameworks.with_averages, backend, frameworks.averaged_weights())
 
 
+@pytest.mark.only_all
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_wrapper_trains(backend: str) -> None:
     check(frameworks.with_compile, backend, frameworks.alone())

@@ -68,7 +68,7 @@ def test_other_threads_can_run_while_an_operation_starts(script: Script) -> None
     assert output.count("all right") == 2
 
 
-@pytest.mark.parametrize("launcher", ["torchrun-horovod", "mpirun"])
+@pytest.mark.parametrize("launcher", ["torchrun-horovod", pytest.param("mpirun", marks=pytest.mark.only_ci)])
 def test_an_operation_starts_while_horovod_waits_for_another_rank(script: Script, launcher: str) -> None:
     """Otherwise a rank that comes late waits for its start, because the others start nothing and only wait."""
     output = launch(launcher, script(START_BESIDE_A_STOPPED_RANK)).check()

@@ -111,6 +111,7 @@ def reports(launches: Launches, case: tuple[str, str]) -> tuple[list[Report], st
     return outcome.reports[place], outcome.output
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("case", JOINED, ids=" with ".join)
 def test_launchers_join_two_uneven_hosts(reports: tuple[list[Report], str], case: tuple[str, str]) -> None:
     ranks, output = reports
@@ -123,6 +124,7 @@ def test_launchers_join_two_uneven_hosts(reports: tuple[list[Report], str], case
     assert networks | {"net0"} == {"net0", interface or "net0"}  # torchrun itself is always reached over net0
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("case", CUT, ids=" with ".join)
 def test_a_cut_link_ends_every_process_with_an_error(
     reports: tuple[list[Report], str], case: tuple[str, str]

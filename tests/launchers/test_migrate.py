@@ -26,6 +26,7 @@ def losses(name: str, *arguments: str) -> list[str]:
     return found
 
 
+@pytest.mark.only_ci(where=lambda script: script != "torchrun_tutorial")
 @pytest.mark.parametrize(
     ("script", "launcher", "other"),
     [
@@ -56,6 +57,7 @@ def test_a_script_trains_the_same_after_its_changes_are_written(
     assert losses(other, *command) == before
 
 
+@pytest.mark.only_ci
 def test_a_script_that_stays_as_it_is_trains_the_same_by_dualdist_exec(tmp_path: Path) -> None:
     shutil.copytree(SCRIPTS / "open_clip", tmp_path, dirs_exist_ok=True)
     script = str(tmp_path / "train.py")

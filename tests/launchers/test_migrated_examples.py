@@ -25,6 +25,7 @@ def losses_after() -> list[str]:
     return after
 
 
+@pytest.mark.only_ci(where=lambda script: script != "with_ddp")
 @pytest.mark.parametrize(
     ("script", "launcher"),
     [("with_horovod", "horovodrun"), ("with_mpi4py", "mpirun"), ("with_ddp", "torchrun")],

@@ -79,6 +79,8 @@ MPIS = {
 }
 
 
+@pytest.mark.only_ci
+@pytest.mark.only_all(where=lambda name, size: size == 3 or "wheel" in name or "gloo" in name)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", MPIS)
 def test_the_processes_of_an_mpi_join_one_world(name: str, size: int, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from ..helpers.requirements import need_modules
 from ..helpers.script_launch import launch
 from ..helpers.world import ROOT
@@ -12,6 +14,7 @@ from ..helpers.world import ROOT
 CELLS = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())["cells"]
 
 
+@pytest.mark.only_ci
 def test_the_cells_of_the_notebook_train_on_two_processes_and_on_one(tmp_path: Path) -> None:
     need_modules("cloudpickle")
     script = tmp_path / "notebook.py"

@@ -58,6 +58,7 @@ def compared(folder: Path, *arguments: str | Path) -> Any:
     return result
 
 
+@pytest.mark.only_ci(where=lambda fault: fault not in ("lr", "params"))
 @pytest.mark.parametrize(
     ("fault", "step", "rank", "stage", "kind"),
     [
@@ -85,6 +86,7 @@ def test_a_fault_is_found_where_it_begins_and_named(
     assert result["cause"]["kind"] == kind
 
 
+@pytest.mark.only_ci
 def test_the_step_that_horovod_hides_in_a_broadcast_is_named(tmp_path: Path) -> None:
     need_modules("horovod")
     cells = [f"{cell},FAULT=optimizer-state" for cell in (TORCHRUN, "horovod+gloo@horovodrun")]
@@ -93,6 +95,7 @@ def test_the_step_that_horovod_hides_in_a_broadcast_is_named(tmp_path: Path) -> 
     assert "On the right" in result["cause"]["text"]
 
 
+@pytest.mark.only_ci
 def test_buffers_that_ddp_does_not_broadcast_are_named(record: Callable[[str], Path], tmp_path: Path) -> None:
     cell = f"{TORCHRUN},FAULT=ddp-buffers"
     result = compared(tmp_path, "--against", record("torch"), "--right", cell, SCRIPT, "torch")
@@ -103,6 +106,7 @@ def test_buffers_that_ddp_does_not_broadcast_are_named(record: Callable[[str], P
     assert "On the right" in result["cause"]["text"]
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("fault", ["threads", "order"])
 def test_rounding_is_no_difference_and_has_no_cause(
     fault: str, record: Callable[[str], Path], tmp_path: Path
@@ -114,6 +118,7 @@ def test_rounding_is_no_difference_and_has_no_cause(
     assert any("threads 1 and right 2" in note for note in result["notes"]) == (fault == "threads")
 
 
+@pytest.mark.only_ci(where=lambda style: style != "horovod")
 @pytest.mark.parametrize(
     ("style", "cell", "modules"),
     [
@@ -134,6 +139,7 @@ def test_the_same_script_is_equal_bit_for_bit(
     assert len(result["losses"]) == parity_script.EPOCHS * 3
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("cell", [TORCHRUN, "horovod+gloo@horovodrun", "torch+mpi@mpirun"])
 def test_three_ranks_with_a_grad_scaler_skip_the_same_step_and_are_equal(cell: str, tmp_path: Path) -> None:
     need_modules(
@@ -145,6 +151,7 @@ def test_three_ranks_with_a_grad_scaler_skip_the_same_step_and_are_equal(cell: s
     assert len(result["losses"]) == parity_script.EPOCHS * 3 - 1
 
 
+@pytest.mark.only_ci
 def test_other_collectives_of_the_script_are_named(record: Callable[[str], Path], tmp_path: Path) -> None:
     for style, function in (("dualdist", "allreduce"), ("horovod", "allreduce"), ("torch", "all_reduce")):
         cell = f"{TORCHRUN},FAULT=collective"
@@ -160,6 +167,7 @@ def test_other_collectives_of_the_script_are_named(record: Callable[[str], Path]
         )
 
 
+@pytest.mark.only_ci(where=lambda style: style != "horovod")
 @pytest.mark.parametrize("style", ["dualdist", "dualdist-ddp", "horovod", "torch"])
 def test_the_reduced_gradient_is_the_mean_of_what_the_ranks_recorded_as_their_own(
     style: str, record: Callable[[str], Path]
@@ -177,6 +185,7 @@ def test_the_reduced_gradient_is_the_mean_of_what_the_ranks_recorded_as_their_ow
         assert own[0][name][0] != own[parity_script.PASSES][name][0]  # of the first pass of two ranks
 
 
+@pytest.mark.only_ci
 def test_one_process_with_the_whole_batch_is_equal(tmp_path: Path) -> None:
     cells = ("--left", TORCHRUN, "--right", "torch+gloo x1")
     result = compared(tmp_path, *cells, "--steps", "4", SCRIPT, "whole")
@@ -185,6 +194,7 @@ def test_one_process_with_the_whole_batch_is_equal(tmp_path: Path) -> None:
     assert len(result["losses"]) == 4
 
 
+@pytest.mark.only_ci
 def test_what_cannot_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text("import torch\nraise RuntimeError('this script fails')")
@@ -237,6 +247,7 @@ def of_hanging_cells(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Fu
         yield futures
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize(
     "hanging", [TORCHRUN, "horovod+gloo@horovodrun", "torch+mpi@mpirun", "torch+gloo@run"]
 )
@@ -265,6 +276,7 @@ def test_a_picture_needs_matplotlib(
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.only_ci
 def test_the_picture_has_both_losses(record: Callable[[str], Path], tmp_path: Path) -> None:
     need_modules("matplotlib")
     picture = tmp_path / "picture.png"

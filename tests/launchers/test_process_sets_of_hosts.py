@@ -29,6 +29,7 @@ os.write(1, b"all right\\n")
 """
 
 
+@pytest.mark.only_all(where=lambda launcher, backend: (launcher, backend) != ("dualdist run", "horovod"))
 @pytest.mark.parametrize(
     ("launcher", "backend"),
     [("dualdist run", "torch"), ("dualdist run", "horovod"), ("horovodrun", "horovod")],

@@ -76,6 +76,7 @@ def test_the_error_without_cloudpickle_says_what_to_install(monkeypatch: pytest.
     assert hvd.run(spawn_functions.describe, (1, b"")) == [(0, 1, 0, b"")]
 
 
+@pytest.mark.only_ci
 def test_a_horovod_script_runs_its_own_functions_as_under_horovod() -> None:
     need_modules("cloudpickle")
     for command in (["-m", "dualdist.compat", SCRIPT, "dualdist"], [SCRIPT, "horovod"]):

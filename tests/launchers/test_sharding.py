@@ -18,7 +18,7 @@ from ..helpers.run_command import Run
 from ..helpers.script_launch import SECONDS
 from ..helpers.world import MPIRUN, WORLD_KINDS, World, WorldKind
 
-pytestmark = pytest.mark.usefixtures("python")
+pytestmark = [pytest.mark.only_ci, pytest.mark.usefixtures("python")]
 
 SIZE = 4
 SRUN = ("srun", "-N", "1", "-n", "{size}", "--overcommit")
@@ -50,13 +50,14 @@ def expected() -> list[float]:
     return sharded_training.alone()
 
 
+@pytest.mark.only_all(where=lambda ranks: ranks not in ("torch-gloo", "torch-mpi", "horovod-gloo"))
 @pytest.mark.parametrize("kind", sharded_training.KINDS)
 def test_a_sharded_model_has_the_weights_of_one_process(kind: str, ranks: World) -> None:
     for found in ranks.run(sharded_training.with_shards, kind):
         assert found == pytest.approx(expected(), rel=0, abs=1e-10)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.only_all), True])
 def test_a_run_resumes_on_another_number_of_ranks_and_another_mesh(
     asynchronous: bool, tmp_path: Path
 ) -> None:
@@ -68,7 +69,7 @@ def test_a_run_resumes_on_another_number_of_ranks_and_another_mesh(
             assert found == wanted
 
 
-@pytest.mark.parametrize("package", ["accelerate", "fabric"])
+@pytest.mark.parametrize("package", ["accelerate", pytest.param("fabric", marks=pytest.mark.only_all)])
 def test_another_package_loads_our_checkpoint_and_we_theirs(package: str, tmp_path: Path) -> None:
     need_modules("lightning" if package == "fabric" else package)
     work = getattr(foreign_checkpoints, f"of_{package}")

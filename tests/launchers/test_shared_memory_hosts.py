@@ -79,6 +79,7 @@ def run(network: Network, hosts: str, program: str, transport: str) -> None:
     assert output.count("all right") == size_of(hosts)
 
 
+@pytest.mark.only_ci(where=lambda hosts, transport: (hosts, transport) != ("alpha:2,beta:2", "gloo"))
 @pytest.mark.parametrize("transport", ["gloo", "mpi"])
 @pytest.mark.parametrize("hosts", ["alpha:2,beta:2", "alpha:2,beta:1"])
 def test_ranks_of_two_hosts_share_memory_within_each(
@@ -87,9 +88,11 @@ def test_ranks_of_two_hosts_share_memory_within_each(
     run(network, hosts, script(VALUES), transport)
 
 
+@pytest.mark.only_ci
 def test_all_ranks_use_the_network_if_one_host_has_no_memory(network: Network, script: Script) -> None:
     run(network, "alpha:2,beta:2", script(WITHOUT_MEMORY), "gloo")
 
 
+@pytest.mark.only_ci
 def test_a_killed_rank_is_an_error_of_all_others_on_both_hosts(network: Network, tmp_path: Path) -> None:
     kill_a_rank(tmp_path, 5_000_003, *(network.hosts[rank // 2].command() for rank in range(4)))

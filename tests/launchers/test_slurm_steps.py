@@ -23,6 +23,7 @@ def test_without_pmix_the_default_transport_is_gloo(slurm: Slurm) -> None:
     assert output.count("torch+gloo: ") == output.count("sum 111") == 3
 
 
+@pytest.mark.only_ci
 def test_mpich_starts_by_pmi2(slurm: Slurm) -> None:
     libraries = MPI_FOLDER / "mpich" / "lib"
     need(libraries.exists(), "needs the wheel mpich")
@@ -35,6 +36,7 @@ def test_mpich_starts_by_pmi2(slurm: Slurm) -> None:
     assert output.count("torch+mpi: ") == output.count("sum 111") == 3
 
 
+@pytest.mark.only_ci(where=lambda mpi: mpi != "pmix")
 @pytest.mark.parametrize("mpi", ["none", "pmi2", "pmix"])
 def test_the_processes_of_a_step_meet(slurm: Slurm, mpi: str) -> None:
     output = slurm.finish(*STEP, f"--mpi={mpi}", *DOCTOR, "{}").check()
@@ -42,6 +44,7 @@ def test_the_processes_of_a_step_meet(slurm: Slurm, mpi: str) -> None:
     assert output.count("This allocation can train.\n") == 1
 
 
+@pytest.mark.only_ci
 def test_a_task_that_never_arrives_is_named(slurm: Slurm, tmp_path: Path) -> None:
     timeout = {"DUALDIST_START_TIMEOUT_SECONDS": "3"}
     faults = json.dumps({"absent": 2, "begun": str(tmp_path)})

@@ -126,6 +126,8 @@ def outputs(request: pytest.FixtureRequest) -> Iterator[Outputs]:
         yield futures
 
 
+@pytest.mark.only_ci(where=lambda case: case[0] == "horovod" and case[2] != "stopped")
+@pytest.mark.only_all(where=lambda case: case[:3] == ("torch", "file", "before"))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[:3]))
 def test_a_rank_that_dies_or_stops_during_the_start_is_named_by_all_others(
     case: tuple[str, ...], outputs: Outputs
@@ -179,6 +181,7 @@ def test_a_name_server_that_does_not_answer_does_not_lengthen_the_start(tmp_path
     assert float(ended.output.split("after ")[1].split()[0]) < 30
 
 
+@pytest.mark.only_all
 def test_a_wait_after_the_start_may_be_longer_than_the_start(script: Script, tmp_path: Path) -> None:
     path = script(
         "import os, pathlib, sys, time, torch, torch.distributed as dist, dualdist as hvd\n"

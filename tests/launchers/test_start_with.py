@@ -42,6 +42,7 @@ def on_two_hosts(network: Network, *command: str, folder: str = "") -> Ended:
     return network.finish(*command, environment={**NO_SSH, "PATH": path})
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("folder", ["", f"{MPI_FOLDER}/mpich/bin"], ids=["Open MPI", "MPICH"])
 def test_mpirun_reaches_the_other_host(network: Network, folder: str) -> None:
     output = on_two_hosts(network, *RUN, "mpirun", "-H", "alpha:1,beta:2", *SHOW, folder=folder).check()
@@ -52,11 +53,13 @@ def test_mpirun_reaches_the_other_host(network: Network, folder: str) -> None:
     ]
 
 
+@pytest.mark.only_ci
 def test_processes_that_mpirun_has_started_join_one_world(network: Network) -> None:
     output = on_two_hosts(network, *RUN, "mpirun", "-H", "alpha:1,beta:1", *JOIN).check()
     assert {"[1,0]<stdout>:0 of 2 1", "[1,1]<stdout>:1 of 2 1"} <= set(output.splitlines())
 
 
+@pytest.mark.only_ci
 def test_output_of_any_length_and_the_exit_code_arrive(network: Network) -> None:
     text = "[ $RANK = 0 ] || { head -c 3000000 /dev/zero | tr '\\0' x; printf end; exit 7; }; exec sleep 1000"
     ended = on_two_hosts(network, *RUN, "mpirun", "-H", "alpha:1,beta:1", "sh", "-c", text)
@@ -65,6 +68,7 @@ def test_output_of_any_length_and_the_exit_code_arrive(network: Network) -> None
     assert "rank 1 on beta ended with exit code 7; ending the others." in ended.output
 
 
+@pytest.mark.only_ci
 def test_no_process_survives_the_launcher(network: Network, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "up")
     wait = f"if [ $RANK = 0 ]; then echo >{tmp_path}/up; else read up <{tmp_path}/up; kill -9 $LAUNCHER; fi; wait"
@@ -76,6 +80,7 @@ def test_no_process_survives_the_launcher(network: Network, tmp_path: Path) -> N
     assert len(pids) == 4 and Watched(pids).left(30) == []
 
 
+@pytest.mark.only_ci
 def test_a_host_that_cannot_be_reached_is_named(network: Network) -> None:
     ended = on_two_hosts(network, *RUN, "mpirun", "-H", "alpha:1,gamma:1", *SHOW)
     assert ended.code != 0

@@ -26,7 +26,8 @@ os._exit(1)
 """
 
 
-@pytest.mark.parametrize("launcher", ["torchrun-horovod", "mpirun"])
+@pytest.mark.only_ci
+@pytest.mark.parametrize("launcher", ["torchrun-horovod", pytest.param("mpirun", marks=pytest.mark.only_all)])
 def test_the_others_raise_an_error_that_names_it(launcher: str, script: Script) -> None:
     ended = launch(launcher, script(SCRIPT), environment={"DUALDIST_STALL_TIMEOUT_SECONDS": "3"})
     assert "stalled; missing ranks: [1].\n" in ended.output
@@ -50,6 +51,8 @@ subprocess.Popen([sys.executable, "-IS", "-c", KILL, *processes])
 MPI = {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"}
 
 
+@pytest.mark.only_ci(where=lambda launcher: launcher == "torchrun-horovod")
+@pytest.mark.only_all(where=lambda launcher: launcher == "mpirun")
 @pytest.mark.parametrize(
     ("launcher", "environment"),
     [("torchrun", {}), ("torchrun-horovod", {}), ("mpirun", {}), ("mpirun", MPI)],

@@ -86,6 +86,8 @@ def outputs(request: pytest.FixtureRequest) -> Iterator[Outputs]:
         yield futures
 
 
+@pytest.mark.only_ci
+@pytest.mark.only_all(where=lambda case: case[0] == "torch-gloo")
 @pytest.mark.parametrize("case", BEFORE, ids="-".join)
 def test_ranks_name_one_that_is_stopped_before_init(case: tuple[str, str], outputs: Outputs) -> None:
     """MPI_Init cannot be given up: the first rank that waits too long ends, and mpirun ends the others."""
@@ -93,6 +95,8 @@ def test_ranks_name_one_that_is_stopped_before_init(case: tuple[str, str], outpu
     assert re.search(r"Rank [02] waited 10 s for rank 1, which did not arrive", output), output
 
 
+@pytest.mark.only_ci
+@pytest.mark.only_all(where=lambda case: case != DURING[-1])
 @pytest.mark.parametrize("case", DURING, ids="-".join)
 def test_ranks_name_one_that_is_stopped_during_init(case: tuple[str, str], outputs: Outputs) -> None:
     output = outputs[case].result()

@@ -34,6 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return metrics
 
 
+@pytest.mark.only_ci
 def test_every_launcher_trains_the_same_model(trained: dict[str, dict[str, Any]]) -> None:
     expected, *others = [trained[name] for name in LAUNCHERS if LAUNCHERS[name].size == 2]
     assert len(others) == 4
@@ -44,6 +45,7 @@ def test_every_launcher_trains_the_same_model(trained: dict[str, dict[str, Any]]
             assert ours["val_accuracy"] == theirs["val_accuracy"]
 
 
+@pytest.mark.only_ci
 def test_metrics_say_what_ran(trained: dict[str, dict[str, Any]]) -> None:
     said = {
         name: (m["backend"], m["transport"], m["launcher"], m["world_size"]) for name, m in trained.items()
@@ -58,6 +60,7 @@ def test_metrics_say_what_ran(trained: dict[str, dict[str, Any]]) -> None:
     }
 
 
+@pytest.mark.only_ci
 def test_a_run_learns_and_counts_every_validation_image_once(trained: dict[str, dict[str, Any]]) -> None:
     for metrics in trained.values():
         assert metrics["epochs"][-1]["val_accuracy"] > 0.9

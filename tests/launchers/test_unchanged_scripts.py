@@ -48,6 +48,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.only_ci(where=lambda cross_size: cross_size == 2)
 @pytest.mark.usefixtures("hosts", "python")
 @pytest.mark.parametrize(
     ("where", "local_size", "cross_size"),
@@ -78,6 +79,7 @@ print("rank", fabric.global_rank, "of", fabric.world_size, "on", fabric.node_ran
 """
 
 
+@pytest.mark.only_ci
 def test_fabric_joins_all_processes_of_two_hosts(network: Network) -> None:
     need_modules("lightning")
     command = (sys.executable, "-m", "dualdist", "run", "-H", "alpha:1,beta:1", *python(FABRIC_SCRIPT))

@@ -29,6 +29,7 @@ for chosen, threads in (("1", 1000), (None, 1), (None, 1000)):
 """
 
 
+@pytest.mark.only_ci(where=lambda name: name == "torchrun-horovod")
 @pytest.mark.parametrize(
     ("name", "variable"),
     [

@@ -184,6 +184,9 @@ def failure_of(outcomes: Sequence[Outcome]) -> tuple[int, Failure] | None:
     return min(found, key=lambda one: (one[1].number, one[1].kind.endswith(waited)), default=None)
 
 
+@pytest.mark.only_ci(where=lambda world: "horovod" in world)
+@pytest.mark.only_all(where=lambda world: world == "local-1")
+@pytest.mark.only_all(where=lambda world, style: "horovod" in world and style == "module")
 @pytest.mark.parametrize("style", STYLES)
 def test_scripts_that_change_gradients_train_as_in_plain_torch(
     world: World, style: str, request: pytest.FixtureRequest, tmp_path: Path

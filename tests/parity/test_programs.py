@@ -45,6 +45,8 @@ from .programs import (
     simulated,
 )
 
+pytestmark = pytest.mark.only_ci(where=lambda both: both in ("torch-gloo-2", "horovod-mpi-2"))
+
 AT_ONCE_SECONDS = 20.0
 """Time for a program that cannot finish, on a busy machine; an undetected one would wait for ten minutes."""
 HOROVOD_SECONDS = 20.0

@@ -15,6 +15,8 @@ from .loop import SCENARIOS, Pieces, Scenario, alone, train
 from .rounding import bounds, expected, shares
 from .test_training import DTYPES, check
 
+pytestmark = pytest.mark.only_ci
+
 SIZE, STEP = 2, 7
 """The number of ranks whose rows are used, and the backward from which on a mistake happens."""
 
