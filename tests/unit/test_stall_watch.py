@@ -282,6 +282,7 @@ def test_rank_0_logs_a_slow_rank_from_the_share_on_that_is_set(
 ) -> None:
     """In each second, rank 0 waits for half of it."""
     monkeypatch.setattr(watch_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(watch_module, "_FAILED_SECONDS", 30.0)
     settings = Settings(slow_warn_share=share, stall_warn_seconds=0.16)
     ranks = [StallWatch(rank, 2, "127.0.0.1", settings) for rank in range(2)]
     looks, has_looked_twice = itertools.count(1), threading.Event()
