@@ -3,8 +3,8 @@
     python -m tests.helpers.faulty_doctor '{"host": "beta", "clock": 90, "path": "/folder", "absent": 2}' [options]
 
 On the host, `time.time` is ahead by `clock` seconds, and Python finds packages in `path` first. The rank `absent` waits
-until it is ended; the others begin when all processes have started, as files in the folder `begun` show. A process that
-is started with libfaketime cannot wait: time.sleep and Condition.wait fail in it.
+until it is ended; the others begin when all processes have started, as files in the folder `begun` show, rank 0 last.
+A process that is started with libfaketime cannot wait: time.sleep and Condition.wait fail in it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,28 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 from dualdist.cli import main
 from dualdist.launch import detect
+from dualdist.meeting.member import Meeting
+from dualdist.meeting.server import TEXT
 
 from .files import wait_for
+
+
+def arrive_in_turn(rank: int, other: int, folder: Path) -> None:
+    """Let rank 0 arrive only when the `other` present rank waits for it, without a limit: it cannot be late.
+
+    rank: of this process, one of the two. folder: the same for both.
+    """
+    patched, mark, wait = cast("tuple[Any, Any, Any]", (Meeting, folder / f"waits {other}", wait_for))
+    gather, send = patched.gather, patched._send
+    if rank == 0:
+        patched.gather = lambda self, text: wait([mark]) or gather(self, text)
+    else:
+        os.environ["DUALDIST_START_TIMEOUT_SECONDS"] = "600"
+        patched._send = lambda self, *sent: send(self, *sent) or (sent[0] == TEXT and mark.touch())
 
 
 def run(faults: dict[str, object], options: list[str]) -> int:
@@ -31,6 +48,8 @@ def run(faults: dict[str, object], options: list[str]) -> int:
         wait_for(begun / f"{rank}" for rank in range(launch.size))
         if faults["absent"] == launch.rank:
             signal.pause()
+        (other,) = {1, 2} - {faults["absent"]}
+        arrive_in_turn(launch.rank, other, begun)
     if faults.get("host") == socket.gethostname():
         sys.path.insert(0, str(faults["path"]))
         right, ahead = time.time, float(str(faults["clock"]))

@@ -349,14 +349,21 @@ def test_the_server_of_pmix_loses_no_process_that_starts_mpi_later(network: Netw
     assert output.count("connected 1\n") == 3
 
 
+_WITHOUT_RANK_2 = """
+from tests.helpers.faulty_doctor import Path, arrive_in_turn, main, os, signal, sys
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+arrive_in_turn(rank, 1, Path(sys.argv[1])) if rank < 2 else signal.pause()
+sys.exit(main(["exec", "--", "true"]))
+"""
+
+
 @pytest.mark.only_ci
-def test_a_missing_process_on_another_host_is_named(network: Network) -> None:
+def test_a_missing_process_on_another_host_is_named(network: Network, tmp_path: Path) -> None:
     need_modules("mpi4py")
-    waits = 'if [ $OMPI_COMM_WORLD_RANK = 2 ]; then exec sleep 100; fi; exec "$@"'
-    command = (*ON_TWO_HOSTS["mpirun"], "sh", "-c", waits, "sh", *EXEC, "--", "true")
-    ended = network.finish(*command, environment={"DUALDIST_START_TIMEOUT_SECONDS": "3"})
+    command = (*ON_TWO_HOSTS["mpirun"], sys.executable, "-c", _WITHOUT_RANK_2, str(tmp_path))
+    ended = network.finish(*command, environment={"DUALDIST_START_TIMEOUT_SECONDS": "1"})
     assert ended.code == 2
-    assert "waited 3 s for rank 2, which did not arrive" in ended.output
+    assert "Rank 0 waited 1 s for rank 2, which did not arrive" in ended.output
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "dualdist run", "python"])
