@@ -10,13 +10,19 @@ import pytest
 from ..helpers.script_launch import Script, launch
 
 SCRIPT = """\
-import os, signal, dualdist as hvd
+import os, pathlib, signal, time, dualdist as hvd
 from dualdist.world.context import current
 
 hvd.init()
 other = hvd.allgather_object(os.getpid())[1]
-if hvd.rank() == 1:
-    current().backend.new_groups = lambda ranks, count, exchange: signal.raise_signal(signal.SIGSTOP)
+backend, new_groups = current().backend, current().backend.new_groups
+
+def wait_for_stopped(*arguments):
+    while pathlib.Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0] != "T": time.sleep(0.01)
+    backend._timeout = 1.0  # only now: nobody else can be late
+    return new_groups(*arguments)
+
+backend.new_groups = (lambda *_: signal.raise_signal(signal.SIGSTOP)) if hvd.rank() == 1 else wait_for_stopped
 try:
     hvd.add_process_set([0])
 except hvd.StallError as error:
@@ -29,7 +35,7 @@ os._exit(1)
 @pytest.mark.only_ci
 @pytest.mark.parametrize("launcher", ["torchrun-horovod", pytest.param("mpirun", marks=pytest.mark.only_all)])
 def test_the_others_raise_an_error_that_names_it(launcher: str, script: Script) -> None:
-    ended = launch(launcher, script(SCRIPT), environment={"DUALDIST_STALL_TIMEOUT_SECONDS": "3"})
+    ended = launch(launcher, script(SCRIPT))
     assert "stalled; missing ranks: [1].\n" in ended.output
     assert "rank 1: no answer: stopped, or cut off from the network\n" in ended.output
 
@@ -40,6 +46,8 @@ import os, signal, subprocess, sys, dualdist as hvd
 KILL = "import os, select, sys; select.select([os.pidfd_open(int(sys.argv[1]))], [], []); os.kill(int(sys.argv[2]), 9)"
 hvd.init()
 processes = list(map(str, hvd.allgather_object(os.getpid())))
+hvd.shutdown()
+hvd.init(timeout=3)  # a rank may be late until now
 if hvd.rank() == 1:
     signal.raise_signal(signal.SIGSTOP)
 try:
@@ -61,6 +69,6 @@ MPI = {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"}
 def test_a_process_ends_although_the_stopped_one_does_not(
     launcher: str, environment: dict[str, str], script: Script
 ) -> None:
-    limits = {"DUALDIST_STALL_TIMEOUT_SECONDS": "3", "HOROVOD_GLOO_TIMEOUT_SECONDS": "1000"}
-    ended = launch(launcher, script(CAUGHT), environment={**limits, **environment})
+    limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "1000"}
+    ended = launch(launcher, script(CAUGHT), environment=limits | environment)
     assert "stalled; missing ranks: [1].\n" in ended.output
