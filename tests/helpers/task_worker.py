@@ -65,19 +65,25 @@ def _do(task: Task, writer: int) -> None:
     """In the fork: use a backend. Write one line of JSON after joining the world, and one if something fails."""
     faulthandler.enable()  # a fork that takes too long gets SIGABRT
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.environ.update(task.environment)
+    import dualdist
+
+    if not task.trains:
+        os.environ.update(task.environment)
     with open(writer, "w", buffering=1) as pipe:
         try:
-            # The first optimizer of a process imports torch._dynamo, which takes seconds: the others would wait for it.
-            trained = _model() if task.trains else None
             report = _join(task)
-            steps = _train(*trained) if trained else iter(())
+            steps = _train() if task.trains else iter(())
             next(steps, None)
+            if task.trains:
+                # Join again with the limits of the task: the first time, a rank may be late by seconds.
+                dualdist.shutdown()
+                os.environ.update(task.environment)
+                _join(task)
+                steps = _train()
+                next(steps)
             print(json.dumps(report), file=pipe)
             for _ in steps:
                 pass
-            import dualdist
-
             dualdist.shutdown()
         except Exception as error:
             traceback.print_exc()
@@ -104,21 +110,14 @@ def _join(task: Task) -> dict[str, Any]:
     }
 
 
-def _model() -> tuple[Any, Any]:
-    """Return a model and its optimizer. Local."""
-    import torch
-
-    model = torch.nn.Linear(100, 100)
-    return model, torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-def _train(model: Any, local_optimizer: Any) -> Iterator[None]:
+def _train() -> Iterator[None]:
     """Train, a step at a time, until something fails."""
     import torch
 
     import dualdist
 
-    optimizer = dualdist.DistributedOptimizer(local_optimizer)
+    model = torch.nn.Linear(100, 100)
+    optimizer = dualdist.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     while True:
         optimizer.zero_grad()
         model(torch.ones(8, 100)).square().mean().backward()
