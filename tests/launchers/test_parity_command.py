@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -213,9 +214,11 @@ def test_what_cannot_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 HANGS = """\
-import os, threading
+import os, sys, threading
 import dualdist as hvd
 hvd.init()
+if len(sys.argv) > 1:
+    sys.exit()
 open(f"process-{os.getpid()}", "w")
 
 def load_batch():
@@ -225,23 +228,26 @@ if hvd.rank() == 1:
     load_batch()
 hvd.barrier()
 """
+Hung = tuple[Path, str, Ended]
 
 
 @pytest.fixture(scope="module")
-def of_hanging_cells(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[tuple[Path, Ended]]]]:
-    """The folder and the result of `dualdist parity`, by cell."""
-    # Forks, also with --all: on a busy machine, new interpreters would still import torch when the time is over.
-    use_forks(True)
+def of_hanging_cells(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[Hung]]]:
+    """The folder, the timeout and the result of `dualdist parity`, by cell."""
+    use_forks(True)  # also with --all: they take less time than new interpreters
 
-    def ended(hanging: str, folder: Path) -> tuple[Path, Ended]:
+    def ended(hanging: str, folder: Path) -> Hung:
         (folder / "script.py").write_text(HANGS)
         (folder / "horovodrun").write_text(
             f'#!/bin/sh\nexec {shlex.join(forked([f"{BIN}/horovodrun"]))} "$@"\n'
         )
         (folder / "horovodrun").chmod(0o755)
         path = {"PATH": os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])}
-        command = (*DUALDIST, "parity", "--left", hanging, "--timeout", "20", f"{folder}/script.py")
-        return folder, finish(command, path, folder=folder)
+        script, command = f"{folder}/script.py", (*DUALDIST, "parity", "--left", hanging)
+        began = time.monotonic()
+        finish((*command, script, "ends"), path, folder=folder)
+        timeout = f"{2 * (time.monotonic() - began):.0f}"  # the ranks must get to their lines on a busy machine, too
+        return folder, timeout, finish((*command, "--timeout", timeout, script), path, folder=folder)
 
     with started_at_once(request, "hanging", ended, 4) as futures:
         yield futures
@@ -252,17 +258,17 @@ def of_hanging_cells(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Fu
     "hanging", [TORCHRUN, "horovod+gloo@horovodrun", "torch+mpi@mpirun", "torch+gloo@run"]
 )
 def test_a_cell_that_hangs_is_ended_and_the_line_of_each_rank_shown(
-    hanging: str, of_hanging_cells: Mapping[str, Future[tuple[Path, Ended]]]
+    hanging: str, of_hanging_cells: Mapping[str, Future[Hung]]
 ) -> None:
     need_modules(
         *(module for word, module in {"+mpi": "mpi4py", "horovod": "horovod"}.items() if word in hanging)
     )
-    folder, ended = of_hanging_cells[hanging].result()
+    folder, timeout, ended = of_hanging_cells[hanging].result()
     assert ended.code == 2, ended.output
     assert ended.output.splitlines()[1:] == [
-        f"dualdist parity: {hanging} must end within 20 s (--timeout), but did not:",
-        f"  rank 0: in <module> at {folder}/script.py:11: hvd.barrier()",
-        f"  rank 1: in load_batch at {folder}/script.py:7: threading.Event().wait()",
+        f"dualdist parity: {hanging} must end within {timeout} s (--timeout), but did not:",
+        f"  rank 0: in <module> at {folder}/script.py:13: hvd.barrier()",
+        f"  rank 1: in load_batch at {folder}/script.py:9: threading.Event().wait()",
     ]
     processes = [int(file.name.partition("-")[2]) for file in folder.glob("process-*")]
     assert len(processes) == 2 and Watched(processes).left() == []
