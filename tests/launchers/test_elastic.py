@@ -27,8 +27,9 @@ NOISE = 0.05
 KILLED = (19, 20)
 """The steps from which training may resume after a kill in step 20, which the surviving ranks may have committed."""
 
-QUICK = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
-"""Agents soon decide that a host is gone, and that no host will join. This process holds their rendezvous store."""
+QUICK = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=5"
+"""Agents soon decide that a host is gone, and that no host will join; they look for each other once a second. This
+process holds their rendezvous store."""
 
 STARTS = 4
 """How often the processes of a job start, or join the world again. Each time may take as long as a launch."""
