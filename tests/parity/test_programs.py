@@ -47,8 +47,6 @@ from .programs import (
 
 pytestmark = pytest.mark.only_ci(where=lambda both: both in ("torch-gloo-2", "horovod-mpi-2"))
 
-AT_ONCE_SECONDS = 20.0
-"""Time for a program that cannot finish, on a busy machine; an undetected one would wait for ten minutes."""
 HOROVOD_SECONDS = 20.0
 """The longest that real Horovod may take for the collectives of a program."""
 SAMPLE = 5
@@ -112,15 +110,14 @@ def process_set_of(members: tuple[int, ...]) -> Any:
     return hvd.add_process_set(members)
 
 
-def perform(program: Program) -> tuple[dict[int, Any], bool, float]:
-    """Run the program on dualdist; return the result of each op, whether it finished, and the seconds it took."""
+def perform(program: Program) -> tuple[dict[int, Any], bool]:
+    """Run the program on dualdist; return the result of each op, and whether it finished."""
     import dualdist as hvd
 
     results: dict[int, Any] = {}
     handles: dict[int, int] = {}
     finished = True
     special = process_set_of(program.process_set) if program.process_set else None
-    began = time.monotonic()
 
     def run(op: Op, *, waits: bool) -> Any:
         options = {"process_set": special} if op.members == program.process_set else {}
@@ -152,13 +149,12 @@ def perform(program: Program) -> tuple[dict[int, Any], bool, float]:
                 hvd.allgather_object(None, name="end")
     except hvd.CollectiveMismatchError:
         finished = False
-    seconds = time.monotonic() - began
     for number, handle in handles.items():
         end(number, lambda handle=handle: hvd.synchronize(handle))  # type: ignore[misc]
     if program.joins:
         hvd.join()
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
-    return results, finished, seconds
+    return results, finished
 
 
 _programs = itertools.count()
@@ -291,9 +287,8 @@ def test_programs_in_any_order_do_what_horovod_does(both: World, request: pytest
         partners, finished = found
         assume(all(finished) or program.process_set is None)
         outcomes = both.run(perform, program)
-        check(program, partners, [results for results, _, _ in outcomes], raises=True)
-        assert [own for _, own, _ in outcomes] == finished, program
-        assert max(seconds for _, _, seconds in outcomes) < AT_ONCE_SECONDS, program
+        check(program, partners, [results for results, _ in outcomes], raises=True)
+        assert [own for _, own in outcomes] == finished, program
         if next(count) % SAMPLE == 0 and runs_on_horovod(program):
             theirs = both.run(perform_on_horovod, program, [len(own) for own in partners])
             check(program, partners, [results for results, _ in theirs], raises=False)
