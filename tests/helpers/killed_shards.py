@@ -169,6 +169,7 @@ def killed(
 
 def main(folder: Path, count: int, seed: int) -> None:
     numbers = random.Random(seed)
+    adamw(transformer().parameters())  # imports torch's compiler, once for all forks
     kinds = {kind: undisturbed(folder / f"undisturbed {kind}", kind) for kind in (False, True)}
     for place in range(count):
         asynchronous = place % 2 == 1
