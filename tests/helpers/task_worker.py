@@ -77,6 +77,7 @@ def _do(task: Task, writer: int) -> None:
             if task.trains:
                 # Join again with the limits of the task: the first time, a rank may be late by seconds.
                 dualdist.shutdown()
+                print(file=pipe)  # from here, the next line may take as long again
                 os.environ.update(task.environment)
                 _join(task)
                 steps = _train()
@@ -133,7 +134,8 @@ def _follow(child: int, reader: int, send: Any) -> None:
             line = pipe.readline()
             if not line:
                 break
-            send(json.loads(line))
+            if line.strip():
+                send(json.loads(line))
             deadline = time.monotonic() + TASK_SECONDS
     handle = os.pidfd_open(child)
     if not select.select([handle], [], [], max(0.0, deadline - time.monotonic()))[0]:
