@@ -13,7 +13,7 @@ import pytest
 from ..helpers.killed_shards import EVERY, RANKS, STEPS
 from ..helpers.world import ROOT
 
-RUNS, SECONDS = 60, 900
+RUNS, SECONDS = 20, 900
 
 
 @pytest.mark.only_all
