@@ -23,6 +23,7 @@ from .wire import dtype_name
 
 T = TypeVar("T")
 P = ParamSpec("P")
+_ONE = torch.ones((), device="cpu")
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def make_call(kind: Kind, name: str | None, count: int = 0, payload: bytes = b""
     """Return the Call of `kind` by the user's line; `arguments` must be equal on all members."""
     if name is not None:
         name = str.__str__(text("name", name, "Pass a string or None."))  # of no class of the user
+    check_mode()
     return Call(kind, tuple(arguments.items()), name, call_site(), count, payload=payload)
 
 
@@ -109,6 +111,16 @@ def root_of(plan: Plan[Any]) -> int:
 
 
 # The arguments of collectives: checks on this rank, and descriptions that must be equal on all ranks.
+
+
+def check_mode() -> None:
+    """Raise ValueError inside FakeTensorMode, where results would be lost."""
+    try:
+        _ONE.item()  # fails in a mode without numbers, and takes no longer than reading a flag
+    except (AssertionError, RuntimeError):
+        raise ValueError(
+            "`FakeTensorMode` must not be active in a collective, but is. Call it outside of the mode."
+        ) from None
 
 
 def check_tensor(tensor: Any, what: str = "tensor") -> None:
@@ -144,6 +156,7 @@ def check_tensor(tensor: Any, what: str = "tensor") -> None:
             f"`{what}` must have memory, but has none, as inside torch.func.grad, vmap, jvp, functionalize or "
             "FakeTensorMode. Call the collective outside of the transformed function."
         )
+    check_mode()
     if unpack_dual(tensor).tangent is not None:
         raise ValueError(
             f"`{what}` must have no tangent of torch's forward-mode AD, which collectives do not support, but has one. "

@@ -75,3 +75,28 @@ def test_a_fake_tensor_is_refused() -> None:
         fake = torch.ones(3)
     with pytest.raises(ValueError, match="`tensor` must have memory"):
         hvd.allreduce(fake)
+
+
+CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "allreduce_": lambda tensor: hvd.allreduce_(tensor, op=hvd.Sum),
+    "allgather": hvd.allgather,
+    "broadcast_": lambda tensor: hvd.broadcast_(tensor, 0),
+    "broadcast_parameters": lambda tensor: hvd.broadcast_parameters({"tensor": tensor}, 0),
+    "broadcast_object": lambda tensor: hvd.broadcast_object("an object", 0),
+    "allgather_object": lambda tensor: hvd.allgather_object("an object"),
+}
+
+
+@pytest.mark.parametrize("allows", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+@everywhere
+def test_a_collective_inside_fake_tensor_mode_is_refused_and_the_next_one_works(
+    call: str, allows: bool
+) -> None:
+    for length in (4, 120_000):
+        own = torch.full((length,), hvd.rank() + 1.0)
+        with FakeTensorMode(allow_non_fake_inputs=allows):
+            with pytest.raises(ValueError, match="`FakeTensorMode` must not be active"):
+                CALLS[call](own)
+        hvd.allreduce_(own, op=hvd.Sum)
+        assert own[::length].tolist() == [hvd.size() * (hvd.size() + 1) / 2]
