@@ -1,10 +1,13 @@
-"""The environment variables with which Horovod starts."""
+"""The environment variables with which Horovod starts, and which worlds it can start."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+
+from dualdist.errors import ConfigurationError
+from dualdist.types import Launch, Settings
 
 from ..helpers.requirements import need_modules
 
@@ -42,3 +45,14 @@ def test_horovod_fuses_no_large_buckets_unless_the_user_sets_how_it_fuses() -> N
     assert start_variables({}, "gloo", uses_mpi=False)[FUSION] == str(8 * 2**20)
     for name in (FUSION, "HOROVOD_AUTOTUNE"):
         assert FUSION not in start_variables({name: "1"}, "gloo", uses_mpi=False)
+
+
+def test_a_part_of_the_ranks_is_refused_where_mpi_keeps_horovod_in_its_first_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    need_modules("horovod.torch")
+    from dualdist.backends.horovod.backend import HorovodBackend
+
+    monkeypatch.setattr(HorovodBackend, "_kept", True)
+    with pytest.raises(ConfigurationError, match="`comm` must be all ranks, but is a part"):
+        HorovodBackend.start(Launch("mpirun", 0, 1, is_part=True), Settings(), {}, None)

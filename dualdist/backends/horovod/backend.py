@@ -308,6 +308,10 @@ class HorovodBackend(Backend):
         if transport is not None:
             cls.check(transport, launch)
         if cls._kept:
+            if launch.is_part:
+                raise ConfigurationError(
+                    "`comm` must be all ranks, but is a part: MPI keeps Horovod in its first world. Use process sets."
+                )
             cls._kept = False
             return cls(launch, settings, env, None, None, adopted=False)
         with contextlib.ExitStack() as undo:
