@@ -87,8 +87,8 @@ class SignalWatch:
     """Records the last of the signals `numbers` that this process received, instead of ending.
 
     Launchers and schedulers often signal a rank's children, too. They have the former handlers. But daemonic processes
-    of multiprocessing that start during the watch, such as workers of a DataLoader or a Pool, outlive the signals until
-    this process terminates them or ends the watch, because the rank needs them for its step.
+    of multiprocessing that start during the watch, such as workers of a DataLoader or a Pool, and those of an executor,
+    outlive the signals until this process terminates them or ends the watch, because the rank needs them for its step.
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
@@ -136,7 +136,7 @@ _start_process = BaseProcess.start
 
 
 def _start(process: BaseProcess) -> None:
-    """Start `process` with the watched signals blocked until it runs. In a daemonic one, `_take_signals` gets them."""
+    """Start `process` with the watched signals blocked until it runs. A daemonic one has `_take_signals`."""
     numbers = {signum for watch in _watches for signum in watch.previous}
     is_default = not isinstance(process, ForkProcess | SpawnProcess | ForkServerProcess)
     forks = isinstance(process, ForkProcess) or (is_default and multiprocessing.get_start_method() == "fork")
@@ -145,7 +145,8 @@ def _start(process: BaseProcess) -> None:
     own = vars(process).get("run")
     run = own or functools.partial(type(process).run, process)
     watched = None
-    if numbers and process.daemon:
+    in_executor = getattr(getattr(process, "_target", None), "__module__", "") == "concurrent.futures.process"
+    if numbers and (process.daemon or in_executor):
         ends = _watches[-1].ends
         for child in ends.keys() - set(multiprocessing.active_children()):
             ends.pop(child).close()

@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import threading
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -393,17 +394,22 @@ def test_workers_that_are_new_interpreters_outlive_signals_too(method: str, tmp_
 def check_workers(method: str, tmp_path: Path) -> None:
     data: Any = range(100)
     loader = IteratingLoader(data, num_workers=1, multiprocessing_context=method, persistent_workers=True)
+    executor = ProcessPoolExecutor(1, multiprocessing.get_context(method))
     with CheckpointManager(folder(tmp_path), {}) as manager:
+        assert executor.submit(abs, -1).result(SECONDS) == 1
+        (of_executor,) = multiprocessing.active_children()
         batches = iter(loader)
         other = FORK.Process(target=signal.pause, daemon=True)
         other.start()
-        workers = [child for child in multiprocessing.active_children() if child is not other]
-        signal_all([*workers, other], signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)
+        workers = [child for child in multiprocessing.active_children() if child not in (other, of_executor)]
+        signal_all([*workers, other, of_executor], signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)
         assert [batch.item() for batch in batches] == list(range(100))
+        assert executor.submit(abs, -2).result(SECONDS) == 2
         assert other.is_alive() and manager.step() is False
         other.terminate()
         other.join(SECONDS)
         assert other.exitcode == -signal.SIGTERM
+    executor.shutdown()
     for worker in workers:
         worker.terminate()
         worker.join(SECONDS)
