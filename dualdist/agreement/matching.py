@@ -324,14 +324,10 @@ def _without_partners(failures: Sequence[Outcome], standings: Sequence[Standing]
         failure
         for failure in failures
         if all(
-            index is not None or _waits(standing)
+            index is not None or standing.awaited or any(entry.state == JOINED for entry in standing.entries)
             for index, standing in zip(failure.entries, standings, strict=True)
         )
     ][:1]
-
-
-def _waits(standing: Standing) -> bool:
-    return bool(standing.awaited) or any(entry.state == JOINED for entry in standing.entries)
 
 
 def _match_calls(

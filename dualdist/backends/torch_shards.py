@@ -17,6 +17,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Set
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -205,11 +206,7 @@ def _model_of(name: str, optimizer: torch.optim.Optimizer, objects: Objects) -> 
 
 def _owner(name: str, names: Container[str]) -> str:
     """Return the one of `names` that is `name`, or with which and a dot it begins; "" if there is none."""
-    place = name.find(".")
-    while place >= 0 and name[:place] not in names:
-        place = name.find(".", place + 1)
-    found = name if place < 0 else name[:place]
-    return found if found in names else ""
+    return next((own for own in accumulate(name.split("."), "{}.{}".format) if own in names), "")
 
 
 def _place(entry: Any, param: Any = None, mesh: Any = None) -> Any:

@@ -37,9 +37,8 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, or a copy if its memory has more than its elements: pickle and torch.save write all of that."""
-    if tensor.layout is torch.strided:
-        if tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size():
-            return tensor
+    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
     copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     copy.__dict__.update(tensor.__dict__)
     return copy

@@ -118,9 +118,7 @@ def check_mode() -> None:
     try:
         _ONE.item()  # fails in a mode without numbers, and takes no longer than reading a flag
     except (AssertionError, RuntimeError):
-        raise ValueError(
-            "`FakeTensorMode` must not be active in a collective, but is. Call it outside of the mode."
-        ) from None
+        raise ValueError("`FakeTensorMode` must not be active in a collective, but is. Leave it.") from None
 
 
 def check_tensor(tensor: Any, what: str = "tensor") -> None:

@@ -164,8 +164,7 @@ def lay_out(
         grouped = {index for group in groups for index in group}
         single = [[index] for index in range(len(params)) if index not in grouped]
         for members in [*groups, *single][::-1]:
-            for same in _by_dtype_and_device(params, members[::-1]):
-                buckets.append(_bucket(params, same, sparse))
+            buckets += [_bucket(params, same, sparse) for same in _by_dtype_and_device(params, members[::-1])]
         return buckets
     for same in _by_dtype_and_device(params, range(len(params))[::-1]):
         parts = _by_size(params, same, cap)

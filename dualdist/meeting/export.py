@@ -60,8 +60,7 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
         is_ours = RUN_ID in names_of_copies(os.environ) and not os.environ[RUN_ID].startswith(OF_LAUNCHER)
         is_set = is_ours and place == (f"{launch.rank}", f"{launch.size}")
         if is_torchrun and prepare is not None:
-            numbers = [int(env[name]) for name in _OF_TORCHRUN]
-            os.environ.update(prepare(World(*numbers)))
+            os.environ.update(prepare(World(*[int(env[name]) for name in _OF_TORCHRUN])))
         if is_torchrun or (is_set and prepare is None):
             return
         seconds = read_settings(env).start_timeout_seconds
