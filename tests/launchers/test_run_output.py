@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from dualdist.processes.agent import ENDED
 from dualdist.processes.agent_connection import AGENT_COMMAND, HostJob, Supervisor
-from dualdist.processes.output import CUT, LONGEST_LINE, Output
+from dualdist.processes.output import CUT, LONGEST_LINE, Output, Sink
 
 from ..helpers.run_command import FAMILY, STUBBORN, Families, Run, python
 from ..helpers.world import ROOT
@@ -50,6 +51,17 @@ def peak_memory(pid: int) -> int:
     """Return the largest memory that the process has used, in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+def test_closing_waits_until_everything_is_written() -> None:
+    reader, writer = os.pipe()
+    sink, data = Sink(writer, lambda: None), bytes(1 << 22)  # more than a pipe holds
+    sink.put(data)
+    assert not sink.close(0.0)  # nobody reads
+    with ThreadPoolExecutor(1) as pool, open(reader, "rb") as pipe:
+        received = pool.submit(pipe.read, len(data))
+        assert sink.close(60.0) and received.result() == data
+    os.close(writer)
 
 
 @pytest.mark.usefixtures("hosts")

@@ -90,7 +90,7 @@ class Extended(Slotted):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps = 0
+        self.steps, self.seen = 0, {1}
 
 
 def numbers(state: Slotted) -> tuple[float, float]:
@@ -101,10 +101,10 @@ def numbers(state: Slotted) -> tuple[float, float]:
 
 def test_the_state_of_a_hook_is_saved_with_the_attributes_of_all_its_classes(tmp_path: Path) -> None:
     saved, loaded = Extended(), Extended()
-    saved.steps = 3
+    saved.steps, saved.seen = 3, {1, 2}
     numbers(saved)
     torch.save(hvd.CommHookState(saved).state_dict(), tmp_path / "state")
     group = loaded.group
     hvd.CommHookState(loaded).load_state_dict(torch.load(tmp_path / "state", weights_only=True))
-    assert (loaded.steps, loaded.group) == (3, group)
+    assert (loaded.steps, loaded.seen, loaded.group) == (3, {1, 2}, group)
     assert numbers(loaded) == numbers(saved)

@@ -8,7 +8,13 @@ import pytest
 
 from dualdist.compat import __main__ as command_line
 from dualdist.compat import export_launch, export_world
-from dualdist.compat.common import _cache, is_version_greater_equal_than, num_rank_is_power_2, split_list
+from dualdist.compat.common import (
+    HorovodBasics,
+    _cache,
+    is_version_greater_equal_than,
+    num_rank_is_power_2,
+    split_list,
+)
 from dualdist.compat.data import AsyncDataLoaderMixin, BaseDataLoader
 from dualdist.launch import detect
 from dualdist.launch.environment import names_of_copies
@@ -28,6 +34,11 @@ def test_the_launcher_is_still_detected_beside_the_copies() -> None:
         export_launch(exported)
         assert exported["HOROVOD_SIZE"] == ("6" if env else "1") and exported["HOROVOD_HOSTNAME"]
         assert detect(exported) == detect(env)
+
+
+def test_what_the_compiled_library_of_horovod_has_is_absent() -> None:
+    with pytest.raises(AttributeError, match="has no 'MPI_LIB_CTYPES'"):
+        HorovodBasics("horovod").MPI_LIB_CTYPES  # noqa: B018
 
 
 def test_a_horovodrun_inside_is_detected() -> None:

@@ -435,10 +435,14 @@ def test_a_host_of_rank_0_without_an_ipv4_address_is_named(monkeypatch: pytest.M
 
 # The connection stays open until the process ends.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_process_manager_that_has_closed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_process_manager_that_has_closed_is_an_error(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
     own, other = socket.socketpair()
-    other.close()
-    with own:
+    if reads:
+        other.shutdown(socket.SHUT_WR)
+    else:
+        other.close()
+    with own, other:
         monkeypatch.setenv("PMI_FD", str(own.fileno()))
         with pytest.raises(ConfigurationError, match=r"must answer 'init .*', but has closed"):
             pmi.Pmi1()
