@@ -1,0 +1,5 @@
+"""Builds the simulated accelerator."""
+
+from . import build
+
+build()
