@@ -1,24 +1,14 @@
-// Streams and events: each stream is a queue of tasks and a thread that runs them in order.
+// Streams, each a queue of tasks and the thread that runs them in their order, and events.
 #pragma once
 
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
 
-#include <array>
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <deque>
-#include <functional>
 #include <future>
-#include <memory>
-#include <mutex>
 #include <random>
-#include <string>
 #include <thread>
-#include <vector>
 
 namespace simulated {
 
@@ -29,59 +19,39 @@ using Task = std::function<void()>;
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr DeviceIndex kDevices = 4;
-// As CUDA's pool: of more streams, some are the same.
-constexpr size_t kSideStreams = 32;
 
+// Stream 0 is the default one. The next are a pool, whose streams are given out in turn, as CUDA's; then the
+// transport's.
+constexpr c10::StreamId kPool = 32;
 enum Kind { kMain, kSide, kCollective, kKinds };
 
+Stream stream_numbered(c10::StreamId id, DeviceIndex device) {
+    return Stream(Stream::UNSAFE, Device(kType, device), id);
+}
+Kind kind_of(const Stream& stream) { return stream.id() == 0 ? kMain : stream.id() <= kPool ? kSide : kCollective; }
+
 // The longest delay before a task in microseconds, for each kind of stream. Every third task has one.
-inline std::array<std::atomic<int>, kKinds> longest_delays{};
-inline std::atomic<int> seed{0};
-// Set when the interpreter ends: kernels would use what the destructors of torch's libraries have freed.
-inline std::atomic<bool> is_ending{false};
+std::array<std::atomic<int>, kKinds> longest_delays{};
+std::atomic<int> seed_of_delays{0};
 // Whether the process has used a device.
-inline std::atomic<bool> is_started{false};
+std::atomic<bool> is_started{false};
+// Later kernels would use what the destructors of torch's libraries have freed.
+std::atomic<bool> is_ending{false};
 
-// The first error of a kernel. As on CUDA, whoever waits for the device later gets it.
-class DeviceError {
-  public:
-    void set(const std::string& text) {
-        std::lock_guard lock(mutex_);
-        if (text_.empty()) {
-            text_ = text;
-        }
-    }
-
-    void raise() {
-        std::lock_guard lock(mutex_);
-        TORCH_CHECK(text_.empty(), "a kernel of the simulated accelerator failed: ", text_);
-    }
-
-  private:
-    std::mutex mutex_;
-    std::string text_;
-};
-
-inline DeviceError device_error;
-
-// A moment in the work of a stream. It is over when the stream has done all that was queued before.
+// A moment of a stream. It is over when the stream has done what was queued before.
 using Moment = std::shared_future<void>;
 
-inline bool is_over(const Moment& moment) {
-    return moment.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
-}
+bool is_over(const Moment& moment) { return moment.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
 
 class Queue {
   public:
-    explicit Queue(Kind kind, unsigned number) : kind(kind), number_(number) {
+    explicit Queue(const Stream& stream) : kind_(kind_of(stream)), random_(seed_of_delays + stream.hash()) {
         std::thread([this] { run(); }).detach();
     }
 
     void push(Task task) {
-        {
-            std::lock_guard lock(mutex_);
-            tasks_.push_back(std::move(task));
-        }
+        std::lock_guard lock(mutex_);
+        tasks_.push_back(std::move(task));
         changed_.notify_one();
     }
 
@@ -91,215 +61,113 @@ class Queue {
         return reached->get_future().share();
     }
 
-    void wait_for(Moment moment) {
+    void wait_for(const Moment& moment) {
         push([moment] { moment.wait(); });
     }
 
-    bool is_idle() {
-        std::lock_guard lock(mutex_);
-        return tasks_.empty() && !is_busy_;
-    }
-
-    const Kind kind;
-
   private:
+    // An error of a kernel ends the process.
     void run() {
         at::set_num_threads(1);
-        std::mt19937 random(seed + number_);
+        at::AutoDispatchBelowADInplaceOrView guard;
         while (Task task = next()) {
-            if (int longest = longest_delays[kind]; longest > 0 && random() % 3 == 0) {
-                std::this_thread::sleep_for(std::chrono::microseconds(random() % longest));
-            }
-            try {
-                at::AutoDispatchBelowADInplaceOrView guard;
-                task();
-            } catch (const std::exception& error) {
-                device_error.set(error.what());
-            }
+            int longest = longest_delays[kind_];
+            bool is_late = longest > 0 && random_() % 3 == 0;
+            if (is_late) std::this_thread::sleep_for(std::chrono::microseconds(random_() % longest));
+            task();
         }
     }
 
     Task next() {
         std::unique_lock lock(mutex_);
-        is_busy_ = false;
         changed_.wait(lock, [&] { return !tasks_.empty() && !is_ending; });
         Task task = std::move(tasks_.front());
         tasks_.pop_front();
-        is_busy_ = true;
         return task;
     }
 
-    const unsigned number_;
+    const Kind kind_;
+    std::mt19937 random_;
     std::mutex mutex_;
     std::condition_variable changed_;
     std::deque<Task> tasks_;
-    bool is_busy_ = false;
 };
 
-// The streams of one device. The ID of a stream is its place in the list; the default stream is the first.
-class Streams {
-  public:
-    explicit Streams(DeviceIndex device) : device_(device) { add(kMain); }
+// The streams of all devices. Each gets its thread at its first use, since threads do not survive a fork.
+std::mutex& queues_mutex = *new std::mutex;
+auto& queues = *new std::unordered_map<Stream, Queue*>;
+std::atomic<c10::StreamId> made_side_streams{0}, made_transports{0};
 
-    Stream make(Kind kind) {
-        std::lock_guard lock(mutex_);
-        if (kind == kSide && side_.size() == kSideStreams) {
-            return named(side_[next_side_++ % kSideStreams]);
-        }
-        Stream made = add(kind);
-        if (kind == kSide) {
-            side_.push_back(made.id());
-        }
-        return made;
-    }
-
-    Queue& queue(c10::StreamId id) {
-        std::lock_guard lock(mutex_);
-        return *queues_.at(id);
-    }
-
-    std::vector<Moment> moments() {
-        std::lock_guard lock(mutex_);
-        std::vector<Moment> made;
-        for (Queue* queue : queues_) {
-            made.push_back(queue->moment());
-        }
-        return made;
-    }
-
-  private:
-    Stream named(c10::StreamId id) const { return Stream(Stream::UNSAFE, Device(kType, device_), id); }
-
-    Stream add(Kind kind) {
-        queues_.push_back(new Queue(kind, 1000 * device_ + queues_.size()));
-        return named(queues_.size() - 1);
-    }
-
-    const DeviceIndex device_;
-    std::mutex mutex_;
-    std::vector<Queue*> queues_;
-    std::vector<c10::StreamId> side_;
-    size_t next_side_ = 0;
-};
-
-// Made at the first use, since threads do not survive a fork, and never deleted, since they never end.
-inline Streams& streams_of(DeviceIndex device) {
-    static std::vector<Streams*>* all = [] {
-        auto made = new std::vector<Streams*>;
-        for (DeviceIndex index = 0; index < kDevices; ++index) {
-            made->push_back(new Streams(index));
-        }
-        return made;
-    }();
+Queue& queue_of(const Stream& stream) {
+    std::lock_guard lock(queues_mutex);
     is_started = true;
-    return *all->at(device);
+    Queue*& queue = queues[stream];
+    if (queue == nullptr) queue = new Queue(stream);  // never deleted, since its thread does not end
+    return *queue;
 }
 
-inline thread_local DeviceIndex current_device = 0;
-inline thread_local std::array<c10::StreamId, kDevices> current_ids{};
-
-inline DeviceIndex or_current(DeviceIndex index) {
-    return index < 0 ? current_device : index;
-}
-
-inline Stream current_stream(DeviceIndex index) {
-    index = or_current(index);
-    return Stream(Stream::UNSAFE, Device(kType, index), current_ids[index]);
-}
-
-inline Queue& queue_of(const Stream& stream) {
-    return streams_of(stream.device_index()).queue(stream.id());
-}
-
-inline Queue& current_queue(DeviceIndex index) {
-    return queue_of(current_stream(index));
-}
-
-// Kernels may need the interpreter, so nobody holds it while waiting for them.
-inline void wait_on_host(const Moment& moment) {
-    if (PyGILState_Check()) {
-        pybind11::gil_scoped_release release;
-        moment.wait();
-    } else {
-        moment.wait();
+std::vector<Moment> moments_of(DeviceIndex device) {
+    std::lock_guard lock(queues_mutex);
+    std::vector<Moment> made;
+    for (auto& [stream, queue] : queues) {
+        if (stream.device_index() == device) made.push_back(queue->moment());
     }
-    device_error.raise();
+    return made;
 }
 
-struct Event {
-    std::mutex mutex;
-    Moment moment;
-};
+thread_local DeviceIndex current_device = 0;
+thread_local std::array<c10::StreamId, kDevices> current_ids{};
+
+DeviceIndex or_current(DeviceIndex index) { return index < 0 ? current_device : index; }
+Stream current_stream(DeviceIndex index) { return stream_numbered(current_ids[or_current(index)], or_current(index)); }
+Queue& current_queue(DeviceIndex index) { return queue_of(current_stream(index)); }
+
+// Kernels may need the interpreter, so the host does not hold it while it waits for them.
+void wait_on_host(const Moment& moment) {
+    std::optional<pybind11::gil_scoped_release> released;
+    if (PyGILState_Check()) released.emplace();
+    moment.wait();
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-    static void set(DeviceIndex index) {
+    static DeviceIndex exchange(DeviceIndex index) {
         TORCH_CHECK(index < kDevices, "there is no device ", static_cast<int>(index));
-        current_device = or_current(index);
-        is_started = true;
+        return std::exchange(current_device, or_current(index));
     }
 
     c10::DeviceType type() const override { return kType; }
     DeviceIndex deviceCount() const noexcept override { return kDevices; }
     Device getDevice() const override { return Device(kType, current_device); }
-    void setDevice(Device device) const override { set(device.index()); }
-    void uncheckedSetDevice(Device device) const noexcept override { current_device = or_current(device.index()); }
-
-    Device exchangeDevice(Device device) const override {
-        Device before = getDevice();
-        set(device.index());
-        return before;
-    }
+    void setDevice(Device device) const override { exchange(device.index()); }
+    void uncheckedSetDevice(Device device) const noexcept override { exchange(device.index()); }
+    Device exchangeDevice(Device device) const override { return Device(kType, exchange(device.index())); }
 
     Stream getStream(Device device) const override { return current_stream(device.index()); }
-    Stream getDefaultStream(Device device) const override {
-        return Stream(Stream::UNSAFE, Device(kType, or_current(device.index())), 0);
-    }
+    Stream getDefaultStream(Device device) const override { return stream_numbered(0, or_current(device.index())); }
     Stream getNewStream(Device device, int) const override {
-        return streams_of(or_current(device.index())).make(kSide);
+        return stream_numbered(1 + made_side_streams++ % kPool, or_current(device.index()));
     }
     Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
-
     Stream exchangeStream(Stream stream) const override {
-        Stream before = current_stream(stream.device_index());
-        current_ids[stream.device_index()] = stream.id();
-        return before;
+        return stream_numbered(std::exchange(current_ids[stream.device_index()], stream.id()), stream.device_index());
     }
 
-    bool queryStream(const Stream& stream) const override { return queue_of(stream).is_idle(); }
     void synchronizeStream(const Stream& stream) const override { wait_on_host(queue_of(stream).moment()); }
-
     void synchronizeDevice(DeviceIndex index) const override {
-        for (const Moment& moment : streams_of(or_current(index)).moments()) {
-            wait_on_host(moment);
-        }
+        for (const Moment& moment : moments_of(or_current(index))) wait_on_host(moment);
     }
 
+    // An event points to the moment that it recorded last.
+    static const Moment& moment_of(void* event) { return *static_cast<Moment*>(event); }
     void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
-        if (*event == nullptr) {
-            *event = new Event;
-        }
-        auto recorded = static_cast<Event*>(*event);
-        std::lock_guard lock(recorded->mutex);
-        recorded->moment = queue_of(stream).moment();
+        delete static_cast<Moment*>(std::exchange(*event, new Moment(queue_of(stream).moment())));
     }
-
-    static Moment moment_of(void* event) {
-        if (event == nullptr) {  // never recorded, so there is nothing to wait for
-            std::promise<void> over;
-            over.set_value();
-            return over.get_future().share();
-        }
-        auto recorded = static_cast<Event*>(event);
-        std::lock_guard lock(recorded->mutex);
-        return recorded->moment;
-    }
-
     void block(void* event, const Stream& stream) const override { queue_of(stream).wait_for(moment_of(event)); }
     bool queryEvent(void* event) const override { return is_over(moment_of(event)); }
     void synchronizeEvent(void* event) const override { wait_on_host(moment_of(event)); }
-    void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+    void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<Moment*>(event); }
 
-    void recordDataPtrOnStream(const c10::DataPtr& memory, const Stream& stream) const override;
+    void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override;
 };
 
 }  // namespace simulated

@@ -8,212 +8,115 @@
 
 namespace simulated {
 
-using c10d::OpType;
-using Tensors = std::vector<at::Tensor>;
+using Tensors = std::vector<Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
-// The state of a communicator, which its kernels share.
-class Communicator {
-  public:
-    void check() {
-        std::lock_guard lock(mutex_);
-        TORCH_CHECK(error_.empty(), "the simulated communicator has failed: ", error_);
-    }
+// Tensors of a collective, until a stream waits for it. NCCL keeps them in the same way and records no streams.
+using Kept = std::shared_ptr<Tensors>;
 
-    bool has_failed() {
-        std::lock_guard lock(mutex_);
-        return !error_.empty();
-    }
-
-    // As NCCL's kernels, which do not notice that a peer is lost.
-    void hang(const std::string& error) {
-        std::unique_lock lock(mutex_);
-        aborted_.wait(lock, [&] { return is_aborted_; });
-        error_ = error;
-    }
-
-    void abort() {
-        {
-            std::lock_guard lock(mutex_);
-            is_aborted_ = true;
-            error_ = "aborted";
-        }
-        aborted_.notify_all();
-    }
-
-  private:
-    std::mutex mutex_;
-    std::condition_variable aborted_;
-    bool is_aborted_ = false;
-    std::string error_;
-};
-
-// The tensors of a collective, until a stream waits for it or it has ended. As NCCL, which does not record streams.
-class Kept {
-  public:
-    explicit Kept(Tensors tensors) : tensors_(std::move(tensors)) {}
-
-    void drop() {
-        Tensors dropped;  // deleted without the lock: that may run anything
-        std::lock_guard lock(mutex_);
-        dropped.swap(tensors_);
-    }
-
-  private:
-    std::mutex mutex_;
-    Tensors tensors_;
-};
-
-class Work final : public c10d::Work {
-  public:
-    Work(int rank, OpType type, Device device, Tensors outputs, std::shared_ptr<Communicator> communicator,
-         std::shared_ptr<Kept> kept, const Stream& stream)
-        : c10d::Work(rank, type),
-          device_(device),
-          outputs_(std::move(outputs)),
-          communicator_(std::move(communicator)),
-          kept_(std::move(kept)),
-          end_(queue_of(stream).moment()) {
-        auto type_of_outputs = c10::ListType::create(c10::TensorType::get());
-        future_ = c10::make_intrusive<c10::ivalue::Future>(type_of_outputs, std::vector<Device>{device});
-        c10::StreamGuard guard(stream);  // whoever waits for the future waits for this stream
-        future_->markCompleted(IValue(outputs_));
+struct Work final : c10d::Work {
+    Work(const Tensors& outputs, const Kept& kept, const Moment& aborted, const Stream& stream)
+        : outputs_(outputs), kept_(kept), aborted_(aborted), end_(queue_of(stream).moment()) {
+        c10::StreamGuard guard(stream);  // who waits for the future waits for this stream
+        future_->markCompleted(IValue(outputs));
     }
 
     bool isCompleted() override { return is_over(end_); }
-    bool isSuccess() const override { return !communicator_->has_failed(); }
+    bool isSuccess() const override { return !is_over(aborted_); }
     Tensors result() override { return outputs_; }
     c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
+    // The host does not wait.
     bool wait(std::chrono::milliseconds) override {
-        communicator_->check();
+        TORCH_CHECK(isSuccess(), "the simulated communicator was aborted");
         synchronize();
         return true;
     }
 
     void synchronize() override {
-        current_queue(device_.index()).wait_for(end_);
-        kept_->drop();
+        current_queue(outputs_[0].get_device()).wait_for(end_);
+        kept_->clear();
     }
 
   private:
-    const Device device_;
     const Tensors outputs_;
-    const std::shared_ptr<Communicator> communicator_;
-    const std::shared_ptr<Kept> kept_;
-    const Moment end_;
-    c10::intrusive_ptr<c10::ivalue::Future> future_;
+    const Kept kept_;
+    const Moment aborted_, end_;
+    const c10::intrusive_ptr<c10::ivalue::Future> future_ = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<Device>{outputs_[0].device()});
 };
+
+void add_tensors(Tensors& found, const Tensor& tensor) { found.push_back(tensor); }
+void add_tensors(Tensors& found, const Tensors& tensors) { found.insert(found.end(), tensors.begin(), tensors.end()); }
+void add_tensors(Tensors& found, const std::vector<Tensors>& lists) { add_tensors(found, lists.at(0)); }
+// Options and numbers.
+template <typename Other>
+void add_tensors(Tensors&, const Other&) {}
 
 class Transport final : public c10d::Backend {
   public:
-    Transport(int rank, int size, BackendPtr gloo) : c10d::Backend(rank, size), gloo_(std::move(gloo)) {}
+    Transport(int rank, int size, const BackendPtr& gloo) : Backend(rank, size), gloo_(gloo) {}
 
     const std::string getBackendName() const override { return "hccl"; }
 
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-        return start(OpType::ALLREDUCE, tensors, tensors, [=, views = for_kernels(tensors)](auto& gloo) mutable {
-            return gloo.allreduce(views, options);
-        });
+        return start<&Backend::allreduce>(tensors, options);
     }
-
     WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-        return start(OpType::BROADCAST, tensors, tensors, [=, views = for_kernels(tensors)](auto& gloo) mutable {
-            return gloo.broadcast(views, options);
-        });
+        return start<&Backend::broadcast>(tensors, options);
     }
-
-    WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-        Tensors used = outputs.at(0);
-        used.push_back(inputs.at(0));
-        std::vector<Tensors> received{for_kernels(outputs[0])};
-        return start(OpType::ALLGATHER, used, outputs[0], [=, sent = for_kernels(inputs)](auto& gloo) mutable {
-            return gloo.allgather(received, sent, options);
-        });
+    WorkPtr allgather(std::vector<Tensors>& to, Tensors& from, const c10d::AllgatherOptions& options) override {
+        return start<&Backend::allgather>(to, from, options);
     }
-
-    WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-        return start(OpType::_ALLGATHER_BASE, {output, input}, {output},
-                     [=, received = for_kernels(output), sent = for_kernels(input)](auto& gloo) mutable {
-                         return gloo._allgather_base(received, sent, options);
-                     });
+    WorkPtr _allgather_base(Tensor& to, Tensor& from, const c10d::AllgatherOptions& options) override {
+        return start<&Backend::_allgather_base>(to, from, options);
     }
-
-    WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                 const c10d::ReduceScatterOptions& options) override {
-        return start(OpType::_REDUCE_SCATTER_BASE, {output, input}, {output},
-                     [=, received = for_kernels(output), sent = for_kernels(input)](auto& gloo) mutable {
-                         return gloo._reduce_scatter_base(received, sent, options);
-                     });
-    }
-
-    WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& received_rows,
-                          std::vector<int64_t>& sent_rows, const c10d::AllToAllOptions& options) override {
-        return start(OpType::ALLTOALL_BASE, {output, input}, {output},
-                     [=, received = for_kernels(output), sent = for_kernels(input)](auto& gloo) mutable {
-                         return gloo.alltoall_base(received, sent, received_rows, sent_rows, options);
-                     });
-    }
-
-    WorkPtr barrier(const c10d::BarrierOptions&) override {
-        Tensors one{at::zeros({1}, at::TensorOptions().device(kType))};
-        auto work = allreduce(one, {});
-        work->wait();
-        wait_on_host(current_queue(current_device).moment());
-        return work;
+    WorkPtr alltoall_base(Tensor& to, Tensor& from, std::vector<int64_t>& received, std::vector<int64_t>& sent,
+                          const c10d::AllToAllOptions& options) override {
+        return start<&Backend::alltoall_base>(to, from, received, sent, options);
     }
 
     void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
+    void shutdown() override { gloo_->shutdown(); }
 
     void abort() override {
-        communicator_->abort();
+        if (is_aborted_.exchange(true)) return;
+        abort_.set_value();
         gloo_->abort();
     }
 
-    void shutdown() override { gloo_->shutdown(); }
-
   private:
-    Stream stream_of(DeviceIndex device) {
-        std::lock_guard lock(mutex_);
-        auto found = streams_.find(device);
-        if (found == streams_.end()) {
-            found = streams_.emplace(device, streams_of(device).make(kCollective)).first;
+    // Queue a collective of gloo behind the caller's stream. The first argument has the outputs.
+    template <auto collective, typename Outputs, typename... Others>
+    WorkPtr start(const Outputs& to, const Others&... others) {
+        Tensors outputs, used;
+        add_tensors(outputs, to);
+        (add_tensors(used, to), ..., add_tensors(used, others));
+        for (const Tensor& tensor : used) {
+            TORCH_CHECK(is_on_device(tensor) && tensor.is_contiguous(), "hccl needs contiguous tensors of the device");
         }
-        return found->second;
-    }
-
-    // Queue a collective after the caller's stream. collective: starts it on gloo, when the stream is there.
-    template <typename Collective>
-    WorkPtr start(OpType type, const Tensors& used, const Tensors& outputs, Collective collective) {
-        Device device = used.at(0).device();
-        for (const at::Tensor& tensor : used) {
-            TORCH_CHECK(tensor.device() == device && is_on_device(tensor) && tensor.is_contiguous(),
-                        "hccl needs contiguous tensors on one device");
-        }
-        communicator_->check();
-        Stream stream = stream_of(device.index());
+        TORCH_CHECK(!is_over(aborted_), "the simulated communicator was aborted");
+        Stream stream = stream_numbered(stream_, used[0].get_device());
         Queue& queue = queue_of(stream);
-        queue.wait_for(current_queue(device.index()).moment());
-        auto kept = std::make_shared<Kept>(used);
-        queue.push([gloo = gloo_, communicator = communicator_, kept, collective]() mutable {
-            if (communicator->has_failed()) {
-                return;
-            }
+        queue.wait_for(current_queue(stream.device_index()).moment());
+        auto kept = std::make_shared<Tensors>(used);
+        auto arguments = std::make_tuple(for_kernels(to), for_kernels(others)...);
+        queue.push([gloo = gloo_, aborted = aborted_, kept, arguments]() mutable {
             try {
-                collective(*gloo)->wait();
-            } catch (const std::exception& error) {
-                communicator->hang(error.what());
+                std::apply([&](auto&... given) { ((*gloo).*collective)(given...)->wait(); }, arguments);
+            } catch (const std::exception&) {
+                aborted.wait();  // as NCCL's kernels, which do not notice that a peer is lost
             }
-            kept->drop();
         });
-        return c10::make_intrusive<Work>(getRank(), type, device, outputs, communicator_, kept, stream);
+        return c10::make_intrusive<Work>(outputs, kept, aborted_, stream);
     }
 
     const BackendPtr gloo_;
-    const std::shared_ptr<Communicator> communicator_ = std::make_shared<Communicator>();
-    std::mutex mutex_;
-    std::map<DeviceIndex, Stream> streams_;
+    std::atomic<bool> is_aborted_{false};
+    std::promise<void> abort_;
+    const Moment aborted_ = abort_.get_future().share();
+    const c10::StreamId stream_ = 1 + kPool + made_transports++;
 };
 
 }  // namespace simulated
