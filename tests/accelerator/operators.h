@@ -102,8 +102,8 @@ std::optional<Stack> results_of(const OperatorHandle& op, const Stack& arguments
 void copy_result(const IValue& from, const IValue& to) {
     if (to.isList()) {
         for (size_t i = 0; i < to.toList().size(); ++i) copy_result(from.toList().get(i), to.toList().get(i));
-    } else if (to.toTensor().defined() && to.toTensor().const_data_ptr() != from.toTensor().const_data_ptr()) {
-        to.toTensor().copy_(from.toTensor());
+    } else if (from.toTensor().numel() != 0 && to.toTensor().const_data_ptr() != from.toTensor().const_data_ptr()) {
+        to.toTensor().copy_(from.toTensor());  // where the CPU leaves a result empty, other devices may fill it
     }
 }
 
