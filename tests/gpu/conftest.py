@@ -1,4 +1,4 @@
-"""The worlds of the tests of GPUs. Prints a table of these tests, and writes it as JSON."""
+"""The worlds of the tests of devices. Prints a table of these tests, and writes it as JSON."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ..helpers.world import World, WorldKind, started
+from .device import IS_GPU, TRANSPORT, VARIABLES
 
 TORCHRUN = (
     sys.executable,
@@ -32,6 +33,7 @@ def _world(transport: str, size: int) -> Iterator[World]:
             "DUALDIST_BACKEND": "torch",
             "DUALDIST_TRANSPORT": transport,
             "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+            **VARIABLES,
         }
     )
     with started(WorldKind(f"torch-{transport}", TORCHRUN, settings), size) as world:
@@ -40,13 +42,13 @@ def _world(transport: str, size: int) -> Iterator[World]:
 
 @pytest.fixture(scope="session")
 def one() -> Iterator[World]:
-    """One rank over nccl."""
-    yield from _world("nccl", 1)
+    """One rank over the transport of the device."""
+    yield from _world(TRANSPORT, 1)
 
 
 @pytest.fixture(scope="session")
 def gloo_pair() -> Iterator[World]:
-    """Two ranks that share the GPU over gloo."""
+    """Two ranks that share the device over gloo."""
     yield from _world("gloo", 2)
 
 
@@ -58,23 +60,23 @@ def _nccl_version() -> int:
 
 
 @pytest.fixture(scope="session")
-def nccl_pair() -> Iterator[World]:
-    """Two ranks that share the GPU over nccl."""
-    if (found := _nccl_version()) < 23000:
+def native_pair() -> Iterator[World]:
+    """Two ranks that share the device over its transport."""
+    if IS_GPU and (found := _nccl_version()) < 23000:
         pytest.skip(
             f"NCCL lets ranks share a GPU from 2.30 on, but is {found}; put a newer one into LD_PRELOAD"
         )
-    yield from _world("nccl", 2)
+    yield from _world(TRANSPORT, 2)
 
 
-@pytest.fixture(params=["gloo_pair", "nccl_pair"])
+@pytest.fixture(params=["gloo_pair", "native_pair"])
 def pair(request: pytest.FixtureRequest) -> World:
     """Each of these two in turn."""
     world: World = request.getfixturevalue(request.param)
     return world
 
 
-@pytest.fixture(params=["one", "gloo_pair", "nccl_pair"])
+@pytest.fixture(params=["one", "gloo_pair", "native_pair"])
 def either(request: pytest.FixtureRequest) -> World:
     """Each of these three in turn."""
     world: World = request.getfixturevalue(request.param)
@@ -83,8 +85,8 @@ def either(request: pytest.FixtureRequest) -> World:
 
 @pytest.fixture
 def fresh() -> Iterator[World]:
-    """One rank over nccl, in a process that has done nothing yet."""
-    yield from _world("nccl", 1)
+    """One rank over the transport of the device, in a process that has done nothing yet."""
+    yield from _world(TRANSPORT, 1)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

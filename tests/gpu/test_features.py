@@ -1,4 +1,4 @@
-"""Features beside training on a GPU, each against what the CPU gives or against plain arithmetic.
+"""Features beside training on a device, each against what the CPU gives or against plain arithmetic.
 
     python -m tests.gpu.test_features adopted|killed DEVICE ...
 
@@ -25,22 +25,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdist as hvd
 from dualdist.checkpoint import CheckpointManager
 from dualdist.elastic import TorchState
+from dualdist.elastic.state import ModelStateHandler, OptimizerStateHandler
 
 from ..helpers.rejoining import outside_world
 from ..helpers.script_launch import Ended, finish
 from ..helpers.world import World
+from .device import DEVICE, IS_GPU, KIND, TRANSPORT, VARIABLES, load, needs_device, sleep
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = needs_device
 
-GPU = "cuda:0"
 MB = 1 << 20
 Record = Callable[[str, object], None]
 
@@ -82,9 +81,14 @@ def step(model: Any, optimizer: Any, inputs: torch.Tensor) -> None:
     optimizer.step()
 
 
+def allocated() -> int:
+    """Return how much memory of the GPU is in use; 0 without a GPU."""
+    return torch.cuda.memory_allocated() if IS_GPU else 0
+
+
 def growth(device: str, call: Callable[[], object]) -> int:
-    """Return by how many bytes `call()` has grown the memory of the GPU at its peak; 0 for the CPU."""
-    if device == "cpu":
+    """Return by how many bytes `call()` has grown the memory of the GPU at its peak; 0 without a GPU."""
+    if not device.startswith("cuda"):
         call()
         return 0
     gc.collect()
@@ -94,14 +98,6 @@ def growth(device: str, call: Callable[[], object]) -> int:
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def keep_busy(device: str, cycles: int) -> None:
-    """Let `device` work for about `cycles` / 2 ns, for which the host does not wait on a GPU."""
-    if device == "cpu":
-        torch.ones(500, 500) @ torch.ones(500, 500)
-    else:
-        torch.cuda._sleep(cycles)
 
 
 # Collectives give what they give with tensors on the CPU.
@@ -184,7 +180,7 @@ def rows(device: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("function", [sparse_steps, adasum, joined, rows])
 def test_results_are_those_of_the_cpu(either: World, function: Callable[[str], list[torch.Tensor]]) -> None:
-    found, expected = either.run(function, GPU), either.run(function, "cpu")
+    found, expected = either.run(function, DEVICE), either.run(function, "cpu")
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
@@ -232,7 +228,7 @@ def shared(first: str, second: str, kind: str) -> tuple[Bits, Bits, Bits]:
 
 @pytest.mark.parametrize(
     ("first", "second", "kind"),
-    [*((GPU, GPU, kind) for kind in OPTIMIZERS), (GPU, "cpu", "adam"), ("cpu", GPU, "adam")],
+    [*((DEVICE, DEVICE, kind) for kind in OPTIMIZERS), (DEVICE, "cpu", "adam"), ("cpu", DEVICE, "adam")],
 )
 def test_parameters_and_optimizer_state_arrive_bit_by_bit_where_they_were(
     pair: World, first: str, second: str, kind: str
@@ -256,9 +252,9 @@ def objects(device: str) -> list[Bits]:
 
 
 def test_tensors_in_objects_arrive_on_the_gpu(pair: World) -> None:
-    found = pair.run(objects, GPU)
+    found = pair.run(objects, DEVICE)
     own = [each[0] for each in found]
-    assert own[0] != own[1] and {entry[0] for entry in own[0].values()} == {"cuda"}
+    assert own[0] != own[1] and {entry[0] for entry in own[0].values()} == {KIND}
     for _, received, *gathered in found:
         assert received == own[1]
         assert gathered == own
@@ -285,7 +281,7 @@ def mixed_steps(first: str, second: str, style: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("style", ["module", "optimizer"])
-@pytest.mark.parametrize("devices", [(GPU, "cpu"), ("cpu", GPU)], ids=str)
+@pytest.mark.parametrize("devices", [(DEVICE, "cpu"), ("cpu", DEVICE)], ids=str)
 def test_a_model_on_gpu_and_cpu_trains_as_on_the_cpu(
     pair: World, devices: tuple[str, str], style: str
 ) -> None:
@@ -316,8 +312,8 @@ def checkpointed(device: str, folder: Path, width: int) -> tuple[Bits, Bits, lis
         return CheckpointManager(folder, state, asynchronous=True, signals=())
 
     with manager(wrapped, optimizer) as saving:
-        keep_busy(device, 400_000_000)
-        step(wrapped, optimizer, inputs)  # a GPU has not begun with it when save() reads
+        sleep(200)
+        step(wrapped, optimizer, inputs)  # the device has not begun with it when save() reads
         live = tensors_in(model, optimizer)
         saved = {name: tensor.clone() for name, tensor in live.items()}
         peaks = [growth(device, saving.save)]
@@ -339,7 +335,7 @@ def test_a_checkpoint_holds_the_moment_of_save_and_costs_no_memory_of_the_gpu(
 ) -> None:
     width = 2048
     largest = 4 * width * width
-    for saved, restored, (save_peak, restore_peak) in either.run(checkpointed, GPU, tmp_path, width):
+    for saved, restored, (save_peak, restore_peak) in either.run(checkpointed, DEVICE, tmp_path, width):
         assert restored == saved
         record_property("figure", f"save {save_peak / MB:.1f}, restore {restore_peak / MB:.1f} MB")
         assert save_peak <= largest + MB
@@ -355,12 +351,16 @@ def committed(device: str, width: int) -> tuple[list[Bits], list[int]]:
     inputs = torch.ones(4, width, device=device)
     step(model, optimizer, inputs)
     state.commit()
-    keep_busy(device, 400_000_000)
-    step(model, optimizer, inputs)  # a GPU has not begun with it when commit() reads
+    sleep(200)
+    step(model, optimizer, inputs)  # the device has not begun with it when commit() reads
     state.batch = 1
-    left = -torch.cuda.memory_allocated() if device != "cpu" else 0
-    sizes = [growth(device, state.commit)]
-    sizes.append(left + torch.cuda.memory_allocated() if device != "cpu" else 0)
+    copies = [
+        handler(value)._saved
+        for handler, value in ((ModelStateHandler, model), (OptimizerStateHandler, optimizer))
+    ]
+    assert {leaf.device.type for leaf in tree_leaves(copies) if torch.is_tensor(leaf)} == {"cpu"}
+    left = -allocated()
+    sizes = [growth(device, state.commit), left + allocated()]
     found = [bits(tensors_in(model, optimizer))]
     for _ in range(2):
         step(model, optimizer, inputs)
@@ -376,7 +376,7 @@ def committed(device: str, width: int) -> tuple[list[Bits], list[int]]:
 def test_a_commit_keeps_a_state_of_the_gpu_and_takes_none_of_its_memory(
     either: World, record_property: Record
 ) -> None:
-    for (at_commit, *restored), (peak, left) in either.run(committed, GPU, 1024):
+    for (at_commit, *restored), (peak, left) in either.run(committed, DEVICE, 1024):
         assert restored == [at_commit] * 2
         record_property("figure", f"peak {peak / MB:.1f}, left {left / MB:.1f} MB")
         assert peak <= MB and left <= 0
@@ -391,7 +391,7 @@ def compared(device: str) -> tuple[int, int, list[str]]:
     model, optimizer = network(device, 8)
     step(model, optimizer, torch.ones(4, 8, device=device))
     hvd.check_replicas(model, optimizer)
-    mode = torch.cuda.set_sync_debug_mode if device != "cpu" else lambda mode: None
+    mode = torch.cuda.set_sync_debug_mode if device.startswith("cuda") else lambda mode: None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mode("warn")
@@ -415,7 +415,7 @@ def compared(device: str) -> tuple[int, int, list[str]]:
 def test_replicas_are_compared_and_the_tensor_that_differs_is_named(
     pair: World, record_property: Record
 ) -> None:
-    for number, waits, errors in pair.run(compared, GPU):
+    for number, waits, errors in pair.run(compared, DEVICE):
         record_property("figure", f"{waits} waits, {number} tensors")
         assert waits <= number
         assert errors[0].startswith("'3.weight' (float32, 2x8)")
@@ -443,7 +443,7 @@ def mismatched(device: str) -> list[float]:
 
 
 def test_a_mismatch_raises_on_both_ranks_and_the_next_calls_work(pair: World) -> None:
-    assert pair.run(mismatched, GPU) == [[1.5, 1.5, 2.0]] * 2
+    assert pair.run(mismatched, DEVICE) == [[1.5, 1.5, 2.0]] * 2
 
 
 # Worlds that begin and end.
@@ -470,7 +470,7 @@ def rejoined(device: str) -> tuple[list[float], int]:
 
     def free() -> int:
         gc.collect()
-        if device == "cpu":
+        if not device.startswith("cuda"):
             return 0
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -489,7 +489,7 @@ def rejoined(device: str) -> tuple[list[float], int]:
 def test_a_rank_trains_again_in_each_new_world_and_keeps_no_communicators(
     one: World, record_property: Record
 ) -> None:
-    ((weights, kept),) = one.run(rejoined, GPU)
+    ((weights, kept),) = one.run(rejoined, DEVICE)
     record_property("figure", f"{kept / MB:.0f} MB kept")
     assert weights == pytest.approx([0.25] * 26, abs=1e-5)
     assert kept < 100 * MB
@@ -498,7 +498,8 @@ def test_a_rank_trains_again_in_each_new_world_and_keeps_no_communicators(
 def launched(size: int, *arguments: object) -> Ended:
     """Run this file under torchrun to its end, at most a minute."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    return finish([*torchrun, "-m", __name__, *map(str, arguments)], seconds=60, forks=False)
+    command = [*torchrun, "-m", __name__, *map(str, arguments)]
+    return finish(command, VARIABLES, seconds=60, forks=not IS_GPU)
 
 
 def adopted(device: str, config: str, bound: str) -> None:
@@ -509,7 +510,7 @@ def adopted(device: str, config: str, bound: str) -> None:
     for _ in range(2):
         hvd.init()
         assert hvd.device() == torch.device(device), hvd.device()
-        assert hvd.transport_name() == ("gloo" if device == "cpu" else "nccl")
+        assert hvd.transport_name() == ("gloo" if device == "cpu" else TRANSPORT)
         assert trained(device) == pytest.approx([0.25, 0.25], abs=1e-5)
         assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
         hvd.shutdown()
@@ -522,10 +523,11 @@ def adopted(device: str, config: str, bound: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "bound"), [("nccl", "bound"), ("nccl", "unbound"), ("cpu:gloo,cuda:nccl", "unbound")]
+    ("config", "bound"),
+    [(TRANSPORT, "bound"), (TRANSPORT, "unbound"), (f"cpu:gloo,{KIND}:{TRANSPORT}", "unbound")],
 )
 def test_a_world_of_torch_is_adopted_and_still_works_after_shutdown(config: str, bound: str) -> None:
-    ended = launched(1, "adopted", GPU, config, bound)
+    ended = launched(1, "adopted", DEVICE, config, bound)
     assert ended.code == 0, ended.output
     assert "destroyed\n" in ended.output
 
@@ -557,7 +559,7 @@ def loaded(device: str) -> list[float]:
 
 
 def test_forked_workers_bring_pinned_batches_and_end(either: World) -> None:
-    assert either.run(loaded, GPU) == [[-1.5, -7.0, -16.5]] * either.size
+    assert either.run(loaded, DEVICE) == [[-1.5, -7.0, -16.5]] * either.size
 
 
 def killed(device: str) -> None:
@@ -567,7 +569,7 @@ def killed(device: str) -> None:
     model: Any = hvd.DistributedDataParallel(nn.Linear(64, 64, device=device))
     for _ in range(2):
         model(torch.ones(8, 64, device=device)).sum().backward()
-    keep_busy(device, 3_000_000_000)
+    sleep(1500)
     loss = model(torch.ones(8, 64, device=device)).sum()
     if hvd.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -583,7 +585,7 @@ def killed(device: str) -> None:
 
 
 def test_a_rank_names_the_one_that_died_while_it_waited_in_item(record_property: Record) -> None:
-    ended = launched(2, "killed", GPU)
+    ended = launched(2, "killed", DEVICE)
     reports = [line for line in ended.output.splitlines() if line.startswith('["')]
     assert len(reports) == 1, ended.output
     kind, text, waited, seconds = json.loads(reports[0])
@@ -620,7 +622,7 @@ def autocast_steps(device: str) -> list[torch.Tensor]:
 
 
 def test_sync_batch_norm_under_autocast_gives_the_numbers_of_the_cpu(pair: World) -> None:
-    found, expected = pair.run(autocast_steps, GPU), pair.run(autocast_steps, "cpu")
+    found, expected = pair.run(autocast_steps, DEVICE), pair.run(autocast_steps, "cpu")
     assert all(torch.equal(*tensors) for tensors in zip(*found, strict=True))
     for own, reference in zip(found[0], expected[0], strict=True):
         torch.testing.assert_close(own, reference, rtol=5e-2, atol=5e-2 * float(reference.abs().max()))
@@ -643,7 +645,7 @@ def subset_steps(device: str) -> list[torch.Tensor]:
 
 
 def test_sync_batch_norm_of_one_of_two_ranks_gives_the_numbers_of_the_cpu(pair: World) -> None:
-    found, expected = pair.run(subset_steps, GPU), pair.run(subset_steps, "cpu")
+    found, expected = pair.run(subset_steps, DEVICE), pair.run(subset_steps, "cpu")
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     layer = nn.BatchNorm1d(3).double()
     alone = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -651,4 +653,5 @@ def test_sync_batch_norm_of_one_of_two_ranks_gives_the_numbers_of_the_cpu(pair: 
 
 
 if __name__ == "__main__":
+    load()
     {"adopted": adopted, "killed": killed}[sys.argv[1]](*sys.argv[2:])  # type: ignore[operator]

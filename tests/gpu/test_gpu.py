@@ -1,8 +1,9 @@
-"""Training on a GPU: a world of one on nccl, and two ranks that share one GPU over gloo.
+"""Training on a device: a world of one over its transport, and two ranks that share it.
 
     ci/gpu
 
-runs these with any Python that has torch and pytest; they need no Horovod, no MPI and no network.
+runs these on a GPU with any Python that has torch and pytest; they need no Horovod, no MPI and no network. Without a
+GPU, they run on the simulated accelerator (tests/accelerator).
 """
 
 from __future__ import annotations
@@ -21,16 +22,14 @@ from ..helpers.world import World
 from ..parity.loop import SCENARIOS, STYLES, Outcome, alone, train
 from ..parity.rounding import bounds, expected
 from ..parity.test_training import check
+from .device import DEVICE, KIND, needs_device, on_gpus
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = needs_device
 
 
 def on_rank(name: str, style: str, dtype: torch.dtype, transport: str) -> Outcome:
     assert hvd.transport_name() == transport
-    device = f"cuda:{hvd.device().index}"
+    device = f"{KIND}:{hvd.device().index}"
     return train(SCENARIOS[name], STYLES[style], dtype, hvd.size(), [[hvd.rank()]], device)
 
 
@@ -61,9 +60,13 @@ def test_sync_batch_norm_in_float32_is_that_of_the_cpu_in_float64(pair: World, s
         check(state, oracle.state, bound.state)
 
 
+def scaled_alone(device: str) -> Outcome:
+    return train(SCENARIOS["fp16-scaler"], alone, torch.float32, 2, [[0], [1]], device)
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_an_fp16_overflow_on_one_rank_makes_both_skip(pair: World, style: str) -> None:
-    oracle = train(SCENARIOS["fp16-scaler"], alone, torch.float32, 2, [[0], [1]], "cuda:0")
+    oracle, _ = pair.run(scaled_alone, DEVICE)
     for outcome in pair.run(on_rank, "fp16-scaler", style, torch.float32, transport(pair)):
         assert outcome.scales == oracle.scales
         check(outcome.state, oracle.state, bounds("fp16-scaler", 2, torch.float32).state)
@@ -88,8 +91,9 @@ def launches(device: str) -> tuple[list[float], list[float]]:
     return sorted(reductions), sorted(layers)
 
 
+@on_gpus("profiler")
 def test_reductions_start_while_backward_still_runs(one: World) -> None:
-    ((reductions, layers),) = one.run(launches, "cuda:0")
+    ((reductions, layers),) = one.run(launches, DEVICE)
     assert len(layers) == LAYERS and len(reductions) >= LAYERS
     assert reductions[0] < layers[-1]
 
@@ -113,7 +117,7 @@ def normalized(device: str, dtype: torch.dtype, is_channels_last: bool) -> list[
 def test_sync_batch_norm_gives_the_numbers_of_the_cpu(
     one: World, dtype: torch.dtype, is_channels_last: bool
 ) -> None:
-    (found,) = one.run(normalized, "cuda:0", dtype, is_channels_last)
+    (found,) = one.run(normalized, DEVICE, dtype, is_channels_last)
     (expected,) = one.run(normalized, "cpu", dtype, is_channels_last)
     bound = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
     for own, reference in zip(found, expected, strict=True):
@@ -145,7 +149,7 @@ def test_sync_batch_norm_takes_batches_of_any_size(
     pair: World, batches: tuple[int, int], shape: tuple[int, ...]
 ) -> None:
     for affine, momentum in ((True, 0.3), (False, None)):
-        found = pair.run(normalized_batches, "cuda:0", batches, shape, affine, momentum)
+        found = pair.run(normalized_batches, DEVICE, batches, shape, affine, momentum)
         expected = pair.run(normalized_batches, "cpu", batches, shape, affine, momentum)
         for own, reference in zip(found, expected, strict=True):
             torch.testing.assert_close(own, reference, rtol=1e-9, atol=1e-9)

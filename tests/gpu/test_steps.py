@@ -1,4 +1,4 @@
-"""Steps on a GPU beside plain torch and its DistributedDataParallel: waits, streams, kernels, memory, numbers.
+"""Steps on a device beside plain torch and its DistributedDataParallel: waits, streams, kernels, memory, numbers.
 
 Each worker function gets the device, and "plain", "ddp" (torch's), "module" or "optimizer" as `how`. The worlds are
 those of conftest.py.
@@ -26,15 +26,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.profiler import ProfilerActivity, profile
 
 import dualdist as hvd
+from dualdist import accelerator
 
 from ..helpers import world as world_module
 from ..helpers.requirements import need, need_programs
 from ..helpers.world import World
+from .device import DEVICE, needs_device, on_gpus, sleep
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = needs_device
 
 HOWS = ("plain", "ddp", "module", "optimizer")
 STYLES = ("module", "optimizer")
@@ -42,15 +41,24 @@ Record = Callable[[str, object], None]
 Tensors = list[torch.Tensor]
 
 WIDTH, LAYERS = 64, 8
-CYCLES = 20_000_000
-"""For torch.cuda._sleep: about 10 ms."""
+BUSY = 10
+"""Milliseconds."""
+
+
+def current_stream() -> Any:
+    return accelerator.current_stream(torch.device(DEVICE))
+
+
+def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
+    """Make `stream` the current one in the `with` block; None changes nothing."""
+    return contextlib.nullcontext() if stream is None else accelerator.use_stream(stream)
 
 
 class Late(nn.Module):
     """Keeps its stream busy in backward, so that the layers before it get their gradients late."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        inputs.register_hook(lambda grad: torch.cuda._sleep(CYCLES))
+        inputs.register_hook(lambda grad: sleep(BUSY))
         return inputs
 
 
@@ -60,13 +68,13 @@ class Branches(nn.Module):
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self.streams = [torch.cuda.Stream() for _ in parts]
+        self.streams = [accelerator.new_stream(torch.device(DEVICE)) for _ in parts]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        current, outputs = torch.cuda.current_stream(), torch.zeros_like(inputs)
+        current, outputs = current_stream(), torch.zeros_like(inputs)
         for stream, part in zip(self.streams, self.parts, strict=True):
             stream.wait_stream(current)
-            with torch.cuda.stream(stream):
+            with accelerator.use_stream(stream):
                 output = part(inputs)
             current.wait_stream(stream)
             outputs = outputs + output
@@ -211,13 +219,14 @@ def waits(device: str, how: str, name: str) -> int:
     return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
+@on_gpus("way to count the waits of the host")
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", WAITS)
 def test_the_host_waits_no_more_often_than_in_torch(
     one: World, name: str, style: str, record_property: Record
 ) -> None:
     oracle = "ddp" if WAITS[name].hook else "plain"  # PowerSGD waits for the device itself
-    (expected,), (found,) = one.run(waits, "cuda:0", oracle, name), one.run(waits, "cuda:0", style, name)
+    (expected,), (found,) = one.run(waits, DEVICE, oracle, name), one.run(waits, DEVICE, style, name)
     record_property("figure", f"{oracle} {expected}, {style} {found}")
     assert found <= (0 if name == "SyncBatchNorm" else expected)
     assert WAITS[name].hook or found == expected  # a GradScaler must read whether there was an overflow
@@ -257,7 +266,7 @@ def wrong_results(device: str, name: str, is_async: bool) -> list[int]:
     The memory of an input goes back to the side stream, that of an asynchronous result to the stream of the call.
     """
     call, start = CALLS[name]
-    side, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    side, other = (accelerator.new_stream(torch.device(device)) for _ in range(2))
     kept: list[Tensors] = []
     numbers = range(4)
 
@@ -268,8 +277,8 @@ def wrong_results(device: str, name: str, is_async: bool) -> list[int]:
         return torch.full((SIZE,), math.inf, device=device)
 
     for number in numbers:
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(CYCLES)
+        with accelerator.use_stream(side):
+            sleep(BUSY)
             inputs = numbered(number, device)
             begun = start(inputs) if is_async else call(inputs)
             del inputs
@@ -277,12 +286,12 @@ def wrong_results(device: str, name: str, is_async: bool) -> list[int]:
             _ = [spoiled() for _ in range(3)]
             result = hvd.synchronize(begun) if is_async else begun
             del begun
-            torch.cuda._sleep(CYCLES)
+            sleep(BUSY)
             kept.append([output.clone() for output in outputs_of(result)])
             del result
-        with torch.cuda.stream(other):
+        with accelerator.use_stream(other):
             hvd.synchronize(start(spoiled()))
-    torch.cuda.synchronize()
+    accelerator.synchronize(torch.device(device))
     expected = [
         outputs_of(hvd.synchronize(start(inputs)) if is_async else call(inputs))
         for inputs in (numbered(number, "cpu") for number in numbers)
@@ -299,27 +308,27 @@ def wrong_results(device: str, name: str, is_async: bool) -> list[int]:
 def test_calls_from_a_busy_stream_are_right_when_their_memory_is_used_again(
     either: World, name: str, is_async: bool
 ) -> None:
-    assert either.run(wrong_results, "cuda:0", name, is_async) == [[]] * either.size
+    assert either.run(wrong_results, DEVICE, name, is_async) == [[]] * either.size
 
 
 def polled(device: str) -> tuple[bool, bool, bool]:
     """Return what poll says while the device is busy, whether it is still busy then, and what poll says afterwards."""
-    side = torch.cuda.Stream(device)
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(50 * CYCLES)
-        busy = side.record_event()
+    side = accelerator.new_stream(torch.device(device))
+    with accelerator.use_stream(side):
+        sleep(50 * BUSY)
+        busy = accelerator.record_event(torch.device(device))
         handle = hvd.allreduce_async(torch.ones(SIZE, device=device))
     hvd.allreduce(torch.ones(1))  # then the asynchronous call has been started
     early = hvd.poll(handle)
     is_busy = not busy.query()
-    torch.cuda.synchronize()
+    accelerator.synchronize(torch.device(device))
     late = hvd.poll(handle)
     hvd.synchronize(handle)
     return early, is_busy, late
 
 
 def test_poll_is_true_when_the_device_has_finished_and_does_not_wait_for_it(one: World) -> None:
-    assert one.run(polled, "cuda:0") == [(False, True, True)]
+    assert one.run(polled, DEVICE) == [(False, True, True)]
 
 
 # Steps on streams
@@ -344,33 +353,33 @@ PLACES = {"backward elsewhere": mixed(late), "all aside": mixed(late), "branches
 def gradients_on_streams(device: str, how: str, place: str) -> Tensors:
     """Return the gradients of several steps, and the weights after them."""
     training = Training(device, how, PLACES[place])
-    first, second = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    first, second = (accelerator.new_stream(torch.device(device)) for _ in range(2))
     found: Tensors = []
-    torch.cuda.synchronize()
-    with warnings.catch_warnings(), torch.cuda.stream(None if place == "branches" else first):
+    accelerator.synchronize(torch.device(device))
+    with warnings.catch_warnings(), on_stream(None if place == "branches" else first):
         # of torch since 2.10: the gradient of a parameter is added on another stream than it was computed on
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
         for _ in range(4):
             training.optimizer.zero_grad()
-            torch.cuda._sleep(CYCLES)
+            sleep(BUSY)
             loss = training.loss()
-            forward = torch.cuda.current_stream()
-            with torch.cuda.stream(second if place == "backward elsewhere" else None):
-                torch.cuda.current_stream().wait_stream(forward)
+            forward = current_stream()
+            with on_stream(second if place == "backward elsewhere" else None):
+                current_stream().wait_stream(forward)
                 loss.backward()
                 found += training.grads()
                 training.optimizer.step()
-                done = torch.cuda.current_stream()
+                done = current_stream()
             forward.wait_stream(done)
-    torch.cuda.synchronize()
+    accelerator.synchronize(torch.device(device))
     return on_host([*found, *training.network.parameters()])
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("place", PLACES)
 def test_gradients_are_those_of_torch_on_any_stream(one: World, place: str, style: str) -> None:
-    (expected,) = one.run(gradients_on_streams, "cuda:0", "plain", place)
-    (found,) = one.run(gradients_on_streams, "cuda:0", style, place)
+    (expected,) = one.run(gradients_on_streams, DEVICE, "plain", place)
+    (found,) = one.run(gradients_on_streams, DEVICE, style, place)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -391,9 +400,9 @@ def hooked(device: str, how: str, name: str) -> list[Tensors]:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_give_the_gradients_of_torch(one: World, name: str, style: str) -> None:
-    (plain,) = one.run(hooked, "cuda:0", "plain", name)
-    (expected,) = one.run(hooked, "cuda:0", "ddp", name)
-    (found,) = one.run(hooked, "cuda:0", style, name)
+    (plain,) = one.run(hooked, DEVICE, "plain", name)
+    (expected,) = one.run(hooked, DEVICE, "ddp", name)
+    (found,) = one.run(hooked, DEVICE, style, name)
     assert not all(map(torch.equal, plain[-1], expected[-1]))
     # PowerSGD makes columns orthogonal, which amplifies differences in rounding.
     bound = {"rtol": 1e-3, "atol": 1e-5} if name == "PowerSGD" else {"rtol": 0, "atol": 0}
@@ -429,9 +438,10 @@ def kernels(device: str, how: str, name: str) -> list[str]:
     return [event["name"] for event in events if event.get("cat") in DEVICE_EVENTS]
 
 
+@on_gpus("profiler")
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_step_starts_few_kernels_per_bucket(one: World, name: str, record_property: Record) -> None:
-    found = {how: one.run(kernels, "cuda:0", how, name)[0] for how in HOWS}
+    found = {how: one.run(kernels, DEVICE, how, name)[0] for how in HOWS}
     record_property("figure", ", ".join(f"{how} {len(names)}" for how, names in found.items()))
     assert found["plain"]
     own = {how: sum("nccl" not in kernel.lower() for kernel in names) for how, names in found.items()}
@@ -463,8 +473,9 @@ def peak_bytes(device: str, how: str) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+@on_gpus("statistics of its memory")
 def test_a_step_needs_no_more_memory_than_that_of_torch(one: World, record_property: Record) -> None:
-    peaks = {how: one.run(peak_bytes, "cuda:0", how)[0] for how in HOWS}
+    peaks = {how: one.run(peak_bytes, DEVICE, how)[0] for how in HOWS}
     record_property("figure", ", ".join(f"{how} {peak // MIB} MiB" for how, peak in peaks.items()))
     for style in STYLES:
         assert peaks[style] <= 1.05 * peaks["ddp"], peaks
@@ -488,8 +499,9 @@ def bytes_outside_torch(device: str) -> list[int]:
     return found
 
 
+@on_gpus("statistics of its memory")
 def test_memory_outside_torch(fresh: World, record_property: Record) -> None:
-    (found,) = fresh.run(bytes_outside_torch, "cuda:0")
+    (found,) = fresh.run(bytes_outside_torch, DEVICE)
     plain, step, layer = (f"{number // MIB} MiB" for number in found)
     record_property("figure", f"kernels {plain}, first step {step}, first SyncBatchNorm {layer}")
 
@@ -511,6 +523,7 @@ def compiled_losses(device: str, how: str, mode: str | None) -> list[float]:
         return [float(training.step()) for _ in range(10)]
 
 
+@on_gpus("compiler")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("how", ["plain", *STYLES])
 def test_a_compiled_model_trains_as_the_eager_one(
@@ -519,8 +532,8 @@ def test_a_compiled_model_trains_as_the_eager_one(
     need_programs("gcc")  # of triton
     need(Path(sysconfig.get_path("include"), "Python.h").exists(), "needs Python.h")
     monkeypatch.setattr(world_module, "RUN_SECONDS", 180.0)  # the compiler
-    (expected,) = one.run(compiled_losses, "cuda:0", "plain", None)
-    (found,) = one.run(compiled_losses, "cuda:0", how, mode)
+    (expected,) = one.run(compiled_losses, DEVICE, "plain", None)
+    (found,) = one.run(compiled_losses, DEVICE, how, mode)
     assert expected[-1] < expected[0]
     assert found == pytest.approx(expected, rel=1e-4)
 
@@ -567,4 +580,4 @@ def _same(own: torch.Tensor, reference: torch.Tensor) -> bool:
 
 
 def test_all_dtypes_and_layouts_give_the_numbers_of_the_cpu(either: World) -> None:
-    assert either.run(differing_calls, "cuda:0") == [[]] * either.size
+    assert either.run(differing_calls, DEVICE) == [[]] * either.size

@@ -26,9 +26,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, cast
 
+from ..accelerator import missing
 from .forks import BIN, forked
-from .requirements import need_modules
-from .world_worker import ADDRESS, KEY, STACKS
+from .requirements import need, need_modules
+from .world_worker import ADDRESS, DEVICE, KEY, STACKS
 
 __all__ = ("SEMAPHORES_DELETED", "WORLDS", "World", "WorldFailure", "WorldKind", "everywhere", "started")
 
@@ -53,6 +54,8 @@ MPIRUN = (
     "{size}",
 )
 """Over TCP: in shared memory Open MPI waits by spinning, which takes seconds with fewer cores than threads."""
+
+TORCHRUN = (f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "{size}", "--no-python")
 
 _GLOO_GREETING = re.compile(
     r"\A(\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : |\d|\n)+\Z"
@@ -90,13 +93,15 @@ class WorldKind:
 
 WORLD_KINDS = (
     WorldKind("local", (), sizes=(1,)),
-    WorldKind("torch-gloo", (f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "{size}", "--no-python")),
+    WorldKind("torch-gloo", TORCHRUN),
     WorldKind(
         "torch-mpi",
         MPIRUN,
         MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"}),
         modules=("mpi4py",),
     ),
+    WorldKind("npu-hccl", TORCHRUN, MappingProxyType({DEVICE: "default"})),
+    WorldKind("npu-gloo", TORCHRUN, MappingProxyType({DEVICE: "default", "DUALDIST_TRANSPORT": "gloo"})),
     WorldKind("horovod-gloo", (f"{BIN}/horovodrun", "--gloo", "-np", "{size}"), modules=("horovod",)),
     WorldKind(
         "horovod-mpi",
@@ -172,6 +177,9 @@ class World:
 
     def _start(self) -> None:
         need_modules(*self.kind.modules)
+        if DEVICE in self.kind.environment:
+            reason = missing()
+            need(reason is None, str(reason))
         self._folder = tempfile.TemporaryDirectory(prefix="dualdist-test-")
         key = secrets.token_hex(16)
         with (

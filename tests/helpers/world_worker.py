@@ -19,6 +19,9 @@ from typing import Any
 
 __all__ = ("ADDRESS", "KEY", "STACKS")
 
+DEVICE = "DUALDIST_TEST_DEVICE"
+"""The environment variable with which ranks have the simulated accelerator: "default": each makes its device torch's
+default; "own": each sees one device alone, so that all call theirs npu:0."""
 ADDRESS, KEY, STACKS = "DUALDIST_TEST_ADDRESS", "DUALDIST_TEST_KEY", "DUALDIST_TEST_STACKS"
 """The environment variables that say where pytest listens, what it asks for, and where stacks are written."""
 
@@ -33,14 +36,32 @@ def main() -> None:
         connection = Client((host, int(port)), authkey=os.environ[KEY].encode())
         connection.send(os.getpid())
 
+        use_simulated_device()
+        import torch
+
         import dualdist
 
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         dualdist.init()
+        if os.environ.get(DEVICE) == "default":
+            torch.set_default_device(dualdist.device())
         connection.send(dualdist.rank())
         serve(connection)
         dualdist.shutdown()
         faulthandler.disable()
+
+
+def use_simulated_device() -> None:
+    """Have the device that the environment variable DEVICE asks for, if any."""
+    if (how := os.environ.get(DEVICE)) is None:
+        return
+    from dualdist import accelerator
+    from tests.accelerator import register
+
+    register("npu")
+    if how == "own":
+        names = (f"of rank {os.environ['LOCAL_RANK']}",)
+        accelerator.visible = lambda *, by_uuid=False: names
 
 
 def serve(connection: Connection[Any, Any]) -> None:
