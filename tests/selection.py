@@ -31,15 +31,24 @@ class Suite(IntEnum):
     CI = 1
     """`.ci/run`"""
     ALL = 2
+    NONE = 3
+    """What cannot run."""
 
 
-MARKS = {"only_ci": Suite.CI, "only_all": Suite.ALL}
-"""The marks of tests, files and parameters that are left to a later suite. All others are in the first one."""
+MARKS = {"only_ci": Suite.CI, "only_all": Suite.ALL, "not_on_devices": Suite.NONE}
+"""The marks of tests, files and parameters that are left to a later suite. All others are in the first one.
+
+`not_on_devices` only has an effect in worlds of the simulated accelerator: its tests make tensors on the CPU, or need
+operators that it lacks."""
 
 BACKENDS = ("local-1", "torch-gloo-3", "horovod-gloo-2")
 """Each backend, with one, two and three ranks."""
 TRANSPORTS = ("local-1", "torch-gloo-2", "torch-gloo-3", "torch-mpi-2", "horovod-gloo-2", "horovod-mpi-2")
 """Each transport of each backend with two ranks, and one with three."""
+
+DEVICES = (("npu-hccl-3", "npu-gloo-2"),) * 2 + (tuple(name for name in WORLDS if name.startswith("npu")),)
+"""The worlds of the simulated accelerator, in each suite: over its transport, and through the memory of the host."""
+PROCESSORS = tuple(name for name in WORLDS if not name.startswith("npu"))
 
 WORLDS_BY_SUBJECT = {
     # what a file is about: the worlds in each suite
@@ -49,7 +58,8 @@ WORLDS_BY_SUBJECT = {
         ("local-1", "torch-gloo-2", "torch-gloo-3", "horovod-gloo-2"),
     ),
     "above the backends": (BACKENDS, BACKENDS, TRANSPORTS),
-    "the backends": (BACKENDS, TRANSPORTS, tuple(WORLDS)),
+    "the backends": (BACKENDS, TRANSPORTS, PROCESSORS),
+    "streams": DEVICES,
 }
 
 ARGUMENTS = "average_argument unpickling wrong_arguments wrong_init wrong_use"
@@ -62,6 +72,10 @@ ABOVE_THE_BACKENDS = """
     several_optimizers sharded_checkpoint sharded_models sparse_gradients sync_batch_norm timeline unused_parameters
 """
 """Files of behaviours that are made of collectives, which other files test on every backend."""
+ON_DEVICES = """
+    backward_passes failed_backward gradient_order kept_gradients parallel sync_batch_norm training
+"""
+"""Files of behaviours that run on the simulated accelerator, too: their tensors are on torch's default device."""
 
 CORE = """
     allgather allreduce alltoall any_order broadcast checkpoint join lifecycle mismatch optimizer parallel
@@ -86,9 +100,11 @@ def _files(names: str) -> set[str]:
 _SUBJECTS = {
     **dict.fromkeys(_files(ARGUMENTS), "arguments"),
     **dict.fromkeys(_files(ABOVE_THE_BACKENDS), "above the backends"),
+    "behaviours/test_streams.py": "streams",
     "parity/test_mutations.py": "above the backends",
     "parity/test_training.py": "above the backends",
 }
+_ON_DEVICES = _files(ON_DEVICES)
 _CORE_FILES = _files(CORE) | {"launchers/test_matrix.py"}
 
 
@@ -98,6 +114,8 @@ def worlds_of(file: str, fitting: Sequence[str], suite: Suite) -> list[str]:
     fitting: the worlds with the kinds and numbers of ranks that the test is about.
     """
     usual = WORLDS_BY_SUBJECT[_SUBJECTS.get(file, "the backends")][suite]
+    if file in _ON_DEVICES:
+        usual += DEVICES[suite]
     chosen = [world for world in fitting if world in usual]
     for world in fitting:
         if _backend(world) in map(_backend, usual) and _backend(world) not in map(_backend, chosen):
@@ -122,7 +140,9 @@ def suite_of(item: pytest.Item) -> Suite:
         return bool(where(*(params[name] for name in inspect.signature(where).parameters)))
 
     world = IN_WORLD.search(item.nodeid)
-    suites = [Suite.FIRST if world is None or world[1] in TRANSPORTS else Suite.ALL]
+    is_on_device = world is not None and world[1] in DEVICES[Suite.ALL]
+    suites = [Suite.FIRST if world is None or world[1] in (*TRANSPORTS, *DEVICES[Suite.FIRST]) else Suite.ALL]
     for name, suite in MARKS.items():
-        suites += [suite for mark in item.iter_markers(name) if holds(**mark.kwargs)]
+        if suite is not Suite.NONE or is_on_device:
+            suites += [suite for mark in item.iter_markers(name) if holds(**mark.kwargs)]
     return max(suites)

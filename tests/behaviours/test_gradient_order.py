@@ -132,6 +132,7 @@ def test_a_hook_may_keep_and_replace_an_earlier_gradient(style: str) -> None:
     assert kept[0] is not None and kept[0].unique().tolist() == [hvd.rank() + 1]
 
 
+@pytest.mark.not_on_devices
 @styles
 @everywhere
 def test_a_gradient_that_a_hook_replaces_after_it_was_sent_is_the_combined_one(style: str) -> None:

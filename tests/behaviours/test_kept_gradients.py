@@ -111,6 +111,7 @@ KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.not_on_devices(where=lambda kind: kind == "numpy")
 @pytest.mark.parametrize("kind", KEPT)
 @everywhere
 def test_gradients_that_somebody_keeps_stay_what_they_were(kind: str) -> None:

@@ -147,6 +147,7 @@ def test_gradients_of_weight_and_bias_are_this_ranks_share() -> None:
     torch.testing.assert_close(layer.bias.grad, own(factors).sum((0, 2, 3)))
 
 
+@pytest.mark.not_on_devices
 @pytest.mark.parametrize("param_dtype", [torch.float32, None], ids=["float32-weights", "same-weights"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @everywhere
@@ -294,6 +295,7 @@ def test_reverting_gives_the_layers_back_with_what_they_learned() -> None:
         hvd.SyncBatchNorm.revert_sync_batchnorm(nn.Sequential(hvd.SyncBatchNorm(2)))
 
 
+@pytest.mark.not_on_devices
 @everywhere
 def test_under_autocast_the_numbers_are_those_of_the_whole_batch() -> None:
     expected = plain().float()

@@ -17,7 +17,6 @@ from dualdist.backends import check_transport, torch_interface
 from dualdist.backends import torch as backend_module
 from dualdist.backends.torch import Offer, TorchBackend, agreed_transport
 from dualdist.backends.torch_groups import TorchGroups
-from dualdist.launch import DeviceView
 from dualdist.types import Launch, Settings
 
 CUDA = {"cpu": "gloo", "cuda": "nccl"}
@@ -79,21 +78,6 @@ def test_each_name_of_nccl_can_be_asked_for(name: str, monkeypatch: pytest.Monke
 )
 def test_tensors_that_need_no_copy_to_the_host(config: dict[str, str], carried: set[str]) -> None:
     assert torch_interface.carried_types(config) == carried
-
-
-def test_any_accelerator_uses_the_transport_that_torch_has_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound: list[torch.device] = []
-    monkeypatch.setattr(accelerator, "kind", lambda: "xpu")
-    monkeypatch.setattr(accelerator, "bind", bound.append)
-    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
-    transport = torch_interface.device_transport()
-    assert transport == "xccl"
-    config = torch_interface.config_of(transport)
-    assert config == {"cpu": "gloo", "xpu": "xccl"}
-    assert torch_interface.carried_types(config) == {"cpu", "xpu"}
-    views = [DeviceView("a", local_rank, ("0", "1")) for local_rank in range(2)]
-    assert torch_interface.bind_device(transport, views, 1) == torch.device("xpu", 1)
-    assert bound == [torch.device("xpu", 1)]
 
 
 def test_devices_are_named_as_their_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
