@@ -15,9 +15,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from ...accelerator import missing
 from ...helpers.forks import use_forks
 from .faults import CUT, ENDINGS, Fault, draw
 from .judge import allowed_seconds, faults_of
+from .programs import run_programs
 from .world import Outcome, run_world
 
 
@@ -32,6 +34,32 @@ def run_one(fault: Fault, folder: Path) -> tuple[list[str], Outcome]:
     return [f"resumed: {text}" for text in faults_of(resumed, second)], second if any(
         second.codes
     ) else outcome
+
+
+PROGRAMS = 10
+"""Each seed that this divides runs random programs on the simulated accelerator, and no fault."""
+
+
+def report(seed: int, what: object, wrong: list[str], output: str = "") -> None:
+    print(f"{'WRONG' if wrong else 'ok'} --seed {seed}: {what}", flush=True)
+    if wrong:
+        print(*(f"    {line}" for text in wrong for line in text.splitlines()), sep="\n")
+        print(*(f"    | {line}" for line in output.splitlines()[-60:]), sep="\n", flush=True)
+
+
+def run_seed(seed: int) -> tuple[str, bool]:
+    """Run what a seed stands for. Return its kind, and whether something is wrong."""
+    if seed % PROGRAMS == 0 and missing() is None:
+        what, wrong = run_programs(seed)
+        report(seed, what, wrong)
+        return "programs", bool(wrong)
+    fault = draw(seed)
+    if fault.hosts > 1 and os.geteuid() != 0:
+        fault = dataclasses.replace(fault, kind="none", hosts=1)  # only root can make hosts and cut links
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        wrong, outcome = run_one(fault, Path(folder))
+    report(seed, f"{fault}: {shown(outcome)}", wrong, outcome.output)
+    return fault.kind, bool(wrong)
 
 
 def shown(outcome: Outcome) -> str:
@@ -51,16 +79,7 @@ def main() -> int:
     deadline, counts = time.monotonic() + 60 * given.minutes, Counter[tuple[str, bool]]()
     seed = given.seed
     while True:
-        fault = draw(seed)
-        if fault.hosts > 1 and os.geteuid() != 0:
-            fault = dataclasses.replace(fault, kind="none", hosts=1)  # only root can make hosts and cut links
-        with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-            wrong, outcome = run_one(fault, Path(folder))
-        counts[fault.kind, bool(wrong)] += 1
-        print(f"{'WRONG' if wrong else 'ok'} --seed {seed}: {fault}: {shown(outcome)}", flush=True)
-        if wrong:
-            print(*(f"    {line}" for text in wrong for line in text.splitlines()), sep="\n")
-            print(*(f"    | {line}" for line in outcome.output.splitlines()[-60:]), sep="\n", flush=True)
+        counts[run_seed(seed)] += 1
         seed += 1
         if time.monotonic() >= deadline:
             break
