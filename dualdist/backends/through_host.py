@@ -28,14 +28,13 @@ class _QueuedWork(Work):
         self._started: Future[Work] = Future()
 
     def copy_on(self, stream: torch.Stream) -> None:
-        """Copy the tensor on `stream`, after the work that this thread's stream has now."""
+        """Copy the tensor on `stream`, after the work that this thread's stream has now. `start` waits for the copy."""
         device = self._tensor.device
         packed = accelerator.record_event(device)
         with accelerator.use_stream(stream):
             accelerator.wait_event(device, packed)
             self._host.copy_(self._tensor, non_blocking=True)
             self._copied = accelerator.record_event(device)
-        accelerator.keep_until_done(self._tensor, stream)
 
     def start(self) -> None:
         """Start the allreduce after the copy. `wait` raises what this raises."""
