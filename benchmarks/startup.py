@@ -79,7 +79,7 @@ def cache_bytecode(folder: str) -> None:
     sys.dont_write_bytecode, sys.pycache_prefix = False, folder
     process = os.fork()
     if process == 0:
-        importlib.import_module("dualdist.backends.torch")
+        importlib.import_module("dualdist.core.backends.torch")
         os._exit(0)
     os.waitpid(process, 0)
 

@@ -79,7 +79,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 class PublicNames(griffe.Extension):
-    """Makes dualdist.allreduce the function, and not the module of the same name: collectives/allreduce.py."""
+    """Makes dualdist.allreduce the function, and not the module of the same name: core/collectives/allreduce.py."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         for name, member in list(pkg.members.items()):

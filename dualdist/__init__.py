@@ -1,6 +1,6 @@
 """Data-parallel training under Horovod's API, on torch.distributed or on real Horovod.
 
-Public names are imported at their first use, so that `import dualdist.launch` and the command do not import torch.
+Public names are imported at their first use, so that `import dualdist.core.launch` and the command do not import torch.
 Their list is __init__.pyi, which type checkers read, too.
 """
 

@@ -8,13 +8,13 @@ from . import (
     samplers as samplers,
     seeding as seeding,
 )
-from .collectives.allgather import (
+from .core.collectives.allgather import (
     allgather as allgather,
     allgather_async as allgather_async,
     grouped_allgather as grouped_allgather,
     grouped_allgather_async as grouped_allgather_async,
 )
-from .collectives.allreduce import (
+from .core.collectives.allreduce import (
     allreduce as allreduce,
     allreduce_ as allreduce_,
     allreduce_async as allreduce_async,
@@ -24,43 +24,43 @@ from .collectives.allreduce import (
     grouped_allreduce_async as grouped_allreduce_async,
     grouped_allreduce_async_ as grouped_allreduce_async_,
 )
-from .collectives.alltoall import (
+from .core.collectives.alltoall import (
     alltoall as alltoall,
     alltoall_async as alltoall_async,
 )
-from .collectives.broadcast import (
+from .core.collectives.broadcast import (
     broadcast as broadcast,
     broadcast_ as broadcast_,
     broadcast_async as broadcast_async,
     broadcast_async_ as broadcast_async_,
 )
-from .collectives.reduction import Compression as Compression
-from .collectives.gather import (
+from .core.collectives.reduction import Compression as Compression
+from .core.collectives.gather import (
     gather as gather,
     scatter as scatter,
 )
-from .collectives.handles import (
+from .core.collectives.handles import (
     poll as poll,
     synchronize as synchronize,
 )
-from .collectives.join import (
+from .core.collectives.join import (
     barrier as barrier,
     join as join,
 )
-from .collectives.objects import (
+from .core.collectives.objects import (
     allgather_object as allgather_object,
     broadcast_object as broadcast_object,
     gather_object as gather_object,
     scatter_object as scatter_object,
 )
-from .collectives.reduce import reduce as reduce
-from .collectives.reducescatter import (
+from .core.collectives.reduce import reduce as reduce
+from .core.collectives.reducescatter import (
     grouped_reducescatter as grouped_reducescatter,
     grouped_reducescatter_async as grouped_reducescatter_async,
     reducescatter as reducescatter,
     reducescatter_async as reducescatter_async,
 )
-from .collectives.sparse import sparse_allreduce_async as sparse_allreduce_async
+from .core.collectives.sparse import sparse_allreduce_async as sparse_allreduce_async
 from .errors import (
     BackendUnavailableError as BackendUnavailableError,
     CheckpointError as CheckpointError,
@@ -75,9 +75,9 @@ from .errors import (
     StallError as StallError,
     WorldMismatchError as WorldMismatchError,
 )
-from .gradients.comm_hook import CommHookState as CommHookState
-from .gradients.replicas import check_replicas as check_replicas
-from .lifecycle import (
+from .comm_hooks import CommHookState as CommHookState
+from .replicas import check_replicas as check_replicas
+from .core.lifecycle import (
     init as init,
     report as report,
     shutdown as shutdown,
@@ -93,15 +93,15 @@ from .samplers import (
     split_by_rank as split_by_rank,
 )
 from .seeding import seed_everything as seed_everything
-from .training.optimizer import (
+from .core.training.optimizer import (
     DistributedOptimizer as DistributedOptimizer,
     SynchronizedOptimizer as SynchronizedOptimizer,
 )
-from .training.optimizer_state import broadcast_optimizer_state as broadcast_optimizer_state
-from .training.parallel import DistributedDataParallel as DistributedDataParallel
-from .training.parameters import broadcast_parameters as broadcast_parameters
-from .training.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-from .types import (
+from .core.training.optimizer_state import broadcast_optimizer_state as broadcast_optimizer_state
+from .core.training.parallel import DistributedDataParallel as DistributedDataParallel
+from .core.training.parameters import broadcast_parameters as broadcast_parameters
+from .sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from .core.types import (
     Adasum as Adasum,
     Average as Average,
     Max as Max,
@@ -109,15 +109,15 @@ from .types import (
     Product as Product,
     Sum as Sum,
 )
-from .world.context import is_initialized as is_initialized
-from .world.process_sets import (
+from .core.world.context import is_initialized as is_initialized
+from .core.world.process_sets import (
     ProcessSet as ProcessSet,
     add_process_set as add_process_set,
     device_mesh as device_mesh,
     global_process_set as global_process_set,
     remove_process_set as remove_process_set,
 )
-from .world.ranks import (
+from .core.world.ranks import (
     backend_name as backend_name,
     ccl_built as ccl_built,
     cross_rank as cross_rank,

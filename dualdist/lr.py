@@ -12,8 +12,8 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
-from .checks import instance, integer, number, wrong
-from .world.ranks import size
+from .core.checks import instance, integer, number, wrong
+from .core.world.ranks import size
 
 __all__ = ("scaled", "warmup")
 

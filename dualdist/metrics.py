@@ -9,21 +9,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import types
-from .agreement.call import ALLGATHER_OBJECT
-from .checks import converted, instance, integer, items, mapping, number
-from .collectives.allgather import allgather, grouped_allgather
-from .collectives.allreduce import allreduce, grouped_allreduce
-from .collectives.objects import on_all_ranks
-from .collectives.plan import check_rows, check_tensor
-from .world.process_sets import (
+from .core import types
+from .core.agreement.call import ALLGATHER_OBJECT
+from .core.checks import converted, instance, integer, items, mapping, number
+from .core.collectives.allgather import allgather, grouped_allgather
+from .core.collectives.allreduce import allreduce, grouped_allreduce
+from .core.collectives.objects import on_all_ranks
+from .core.collectives.plan import check_rows, check_tensor
+from .core.world.process_sets import (
     ProcessSetLike,
     channel_of,
     checked_process_set,
     global_process_set,
     reporting,
 )
-from .world.ranks import device
+from .core.world.ranks import device
 
 __all__ = ("ConfusionMatrix", "Mean", "Metric", "Sum", "compute", "gather_all_tensors", "gather_in_order")
 

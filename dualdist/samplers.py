@@ -17,10 +17,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from .checks import flag, instance, integer, mapping, wrong
-from .world.process_sets import ProcessSetLike, global_process_set, ranks_of_set
-from .world.ranks import rank as own_rank
-from .world.ranks import size
+from .core.checks import flag, instance, integer, mapping, wrong
+from .core.world.process_sets import ProcessSetLike, global_process_set, ranks_of_set
+from .core.world.ranks import rank as own_rank
+from .core.world.ranks import size
 
 __all__ = ("DealingSampler", "DistributedSampler", "DistributedSamplerWrapper", "split_by_rank")
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from .checks import integer
-from .world.ranks import rank, size
+from .core.checks import integer
+from .core.world.ranks import rank, size
 
 __all__ = ("seed_everything", "worker_init_fn")
 

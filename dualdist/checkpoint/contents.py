@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import accelerator
-from ..checks import is_dtensor
-from ..collectives.objects import compact
-from ..training.parallel import DistributedDataParallel
-from ..training.parameters import bare_names
+from ..core import accelerator
+from ..core.checks import is_dtensor
+from ..core.collectives.objects import compact
+from ..core.training.parallel import DistributedDataParallel
+from ..core.training.parameters import bare_names
 
 # Names of a module's tensors, with or without wrappers, and which saved tensors a module can load.
 

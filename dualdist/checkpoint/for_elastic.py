@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..collectives.objects import if_all_succeed
+from ..core.collectives.objects import if_all_succeed
+from ..core.world.ranks import rank
 from ..errors import CheckpointError, logger
-from ..world.ranks import rank
 from .catalog import Catalog, CatalogEntry
 from .contents import (
     check_state,

@@ -22,15 +22,16 @@ from typing import Any, cast
 
 import torch
 
-from ..agreement.call import ALLGATHER_OBJECT, ALLREDUCE, GATHER_OBJECT
-from ..checks import flag, integer, items, number, wrong
-from ..checks import path as checked_path
-from ..collectives.allreduce import allreduce
-from ..collectives.objects import on_all_ranks
+from ..core.agreement.call import ALLGATHER_OBJECT, ALLREDUCE, GATHER_OBJECT
+from ..core.checks import flag, integer, items, number, wrong
+from ..core.checks import path as checked_path
+from ..core.collectives.allreduce import allreduce
+from ..core.collectives.objects import on_all_ranks
+from ..core.process_exit import at_exit
+from ..core.types import Max
+from ..core.world.process_sets import reporting
 from ..errors import CheckpointError, DamagedCheckpointError, logger
-from ..process_exit import at_exit
-from ..types import Max
-from ..world.process_sets import reporting
+from ..sharding.checkpoints import REST, FolderCatalog, Shards, check_part_names, is_foreign, is_sharded
 from .catalog import Catalog, Find, this_job
 from .contents import HostCopy, check_state, few, on_host
 from .format import Manifest, make_manifest
@@ -44,7 +45,6 @@ from .save_and_load import (
     receive_checkpoint,
     write_state,
 )
-from .sharded import REST, FolderCatalog, Shards, check_part_names, is_foreign, is_sharded
 
 # Signals that announce the end of a job: recorded when they arrive, handled between two steps.
 

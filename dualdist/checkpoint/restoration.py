@@ -16,12 +16,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from .. import accelerator
-from ..checks import mapping
-from ..collectives.objects import if_all_succeed
+from ..core import accelerator
+from ..core.checks import mapping
+from ..core.collectives.objects import if_all_succeed
+from ..core.training.optimizer_state import load_optimizer_state
+from ..core.world.ranks import rank, size
 from ..errors import CheckpointError, logger
-from ..training.optimizer_state import load_optimizer_state
-from ..world.ranks import rank, size
 from .contents import (
     RANKS,
     check_state,

@@ -10,18 +10,24 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from ..agreement.call import ALLGATHER_OBJECT
-from ..checks import converted, flag, instance, integer, is_dtensor, mapping, text, text_of
-from ..checks import path as checked_path
-from ..collectives.broadcast import broadcast_
-from ..collectives.join import barrier
-from ..collectives.objects import allgather_object, attempted, gather_object, if_all_succeed, on_all_ranks
+from ..core.agreement.call import ALLGATHER_OBJECT
+from ..core.checks import converted, flag, instance, integer, is_dtensor, mapping, text, text_of
+from ..core.checks import path as checked_path
+from ..core.collectives.broadcast import broadcast_
+from ..core.collectives.join import barrier
+from ..core.collectives.objects import (
+    allgather_object,
+    attempted,
+    gather_object,
+    if_all_succeed,
+    on_all_ranks,
+)
+from ..core.training.parallel import DistributedDataParallel
+from ..core.training.parameters import bare_names
+from ..core.world.context import current
+from ..core.world.process_sets import reporting
+from ..core.world.ranks import rank, size
 from ..errors import CheckpointError, DamagedCheckpointError, logger
-from ..training.parallel import DistributedDataParallel
-from ..training.parameters import bare_names
-from ..world.context import current
-from ..world.process_sets import reporting
-from ..world.ranks import rank, size
 from .catalog import CatalogEntry, Find
 from .contents import check_state, collect, collect_compared, collect_own, digest, few, on_host
 from .format import MemoryAddress, MemoryFile, copy_verified, make_manifest, replacing, write_checkpoint

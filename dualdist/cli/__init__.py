@@ -18,17 +18,32 @@ from .. import __version__
 from ..errors import ConfigurationError
 
 _COMMANDS = {
-    "bench": "measure dualdist beside torch, Horovod and others",
-    "doctor": "show what was detected, and which backends and transports can start here",
-    "exec": "under any launcher: become a torch script, with all variables of torchrun",
-    "hang": "say which rank the others wait for, from the files that ranks write when a call fails or stalls",
-    "install-horovod": "build Horovod 0.28.1 for the torch of this environment, and install it",
-    "migrate": "say what a script of Horovod, DDP or mpi4py needs to run with dualdist, and change it",
-    "parity": "run a training script in two ways, and say where and why they first differ",
-    "report": "show how the ranks of a run spent their time, and for which rank the others waited",
-    "run": "start a command in several processes, on one or more hosts",
+    "bench": ("cli.bench", "measure dualdist beside torch, Horovod and others"),
+    "doctor": ("doctor.command", "show what was detected, and which backends and transports can start here"),
+    "exec": ("exec.command", "under any launcher: become a torch script, with all variables of torchrun"),
+    "hang": (
+        "observation.hang",
+        "say which rank the others wait for, from the files that ranks write when a call fails or stalls",
+    ),
+    "install-horovod": (
+        "horovod.install",
+        "build Horovod 0.28.1 for the torch of this environment, and install it",
+    ),
+    "migrate": (
+        "migrate.command",
+        "say what a script of Horovod, DDP or mpi4py needs to run with dualdist, and change it",
+    ),
+    "parity": (
+        "parity.command",
+        "run a training script in two ways, and say where and why they first differ",
+    ),
+    "report": (
+        "observation.report",
+        "show how the ranks of a run spent their time, and for which rank the others waited",
+    ),
+    "run": ("processes.command", "start a command in several processes, on one or more hosts"),
 }
-"""Subcommand -> what it does. Its module has the same name, with `_` instead of `-`."""
+"""Subcommand -> its module below dualdist, and what it does."""
 PIPE_CODE = 141
 """The exit code by which a shell reports SIGPIPE: the reader of the output has closed it."""
 
@@ -38,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # it is closed, and the next file that is opened would get its number
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-    names = "\n".join(f"  {name:15} {purpose}" for name, purpose in _COMMANDS.items())
+    names = "\n".join(f"  {name:15} {purpose}" for name, (_, purpose) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="dualdist",
         description=f"Data-parallel training under Horovod's API.\n\ncommands:\n{names}",
@@ -88,7 +103,7 @@ def _drop_lost(stream: TextIO) -> None:
 
 def _load(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
     """Return the module of the subcommand `name`, and its parser."""
-    module = importlib.import_module(f".{name.replace('-', '_')}", __name__)
+    module = importlib.import_module(f"dualdist.{_COMMANDS[name][0]}")
     parser = argparse.ArgumentParser(
         prog=f"dualdist {name}",
         description=module.__doc__,

@@ -24,11 +24,11 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import NoReturn
 
-from ..backends.horovod import CHILDREN_FOLDER, replace_horovod
+from ..core.launch import detect, is_one_host
+from ..core.launch.environment import OVER_GLOO, add_copies, horovod_variables
+from ..core.types import World
 from ..errors import ConfigurationError, NotInitializedError
-from ..launch import detect, is_one_host
-from ..launch.environment import OVER_GLOO, add_copies, horovod_variables
-from ..types import World
+from ..horovod import CHILDREN_FOLDER, replace_horovod
 
 __all__ = ("MODULES", "HorovodFinder", "export_launch", "export_world", "install")
 
@@ -71,7 +71,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.common.basics": (_COMMON,),
     "horovod.common.elastic": ("dualdist.elastic", _ELASTIC, f"{_COMMON}:HorovodInternalError"),
     "horovod.common.exceptions": (_COMMON,),
-    "horovod.common.process_sets": ("dualdist.world.process_sets",),
+    "horovod.common.process_sets": ("dualdist.core.world.process_sets",),
     "horovod.common.util": (_COMMON,),
     "horovod.data": ("dualdist.compat.data",),
     "horovod.data.data_loader_base": ("dualdist.compat.data",),
@@ -81,7 +81,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.torch": (*_API, _TORCH, f"{_COMMON}:check_extension"),
     "horovod.torch.compression": (
         "dualdist:Compression",
-        "dualdist.collectives.reduction:Compressor",
+        "dualdist.core.collectives.reduction:Compressor",
         f"{_TORCH}:FP16Compressor",
         f"{_TORCH}:NoneCompressor",
     ),

@@ -19,11 +19,11 @@ from torch.torch_version import TorchVersion
 
 import dualdist
 
-from ..backends.base import temporary_environment
+from ..core.backends.base import temporary_environment
+from ..core.world.context import Context, current, current_or_inherited
+from ..core.world.process_sets import ProcessSet
 from ..elastic import HostsUpdatedInterrupt
 from ..errors import HorovodInternalError
-from ..world.context import Context, current, current_or_inherited
-from ..world.process_sets import ProcessSet
 from . import export_world
 
 __all__ = (

@@ -16,12 +16,12 @@ import torch
 
 import dualdist
 
-from ..collectives.reduction import Compression, Compressor
-from ..gradients.grad_sync import GradSync
-from ..training.optimizer import SynchronizedOptimizer, named_in, subclass_of
-from ..training.sync_batch_norm import SyncBatchNorm
-from ..types import Adasum, Op
-from ..world.process_sets import ProcessSet
+from ..core.collectives.reduction import Compression, Compressor
+from ..core.gradients.grad_sync import GradSync
+from ..core.training.optimizer import SynchronizedOptimizer, named_in, subclass_of
+from ..core.types import Adasum, Op
+from ..core.world.process_sets import ProcessSet
+from ..sync_batch_norm import SyncBatchNorm
 
 __all__ = (
     "_NULL",

@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .. import checks
-from ..agreement.connections import Connections
 from ..checkpoint.for_elastic import Commits
-from ..collectives.objects import on_all_ranks
+from ..core import checks
+from ..core.agreement.connections import Connections
+from ..core.collectives.objects import on_all_ranks
+from ..core.launch import ELASTIC_DIR
+from ..core.lifecycle import init, shutdown
+from ..core.meeting.boards import LauncherProcess, find_launcher_process
+from ..core.world.context import current
+from ..core.world.ranks import rank
 from ..errors import CheckpointError, ConfigurationError, HorovodInternalError, HostsUpdatedInterrupt, logger
-from ..launch import ELASTIC_DIR
-from ..lifecycle import init, shutdown
-from ..meeting.boards import LauncherProcess, find_launcher_process
-from ..world.context import current
-from ..world.ranks import rank
 from .state import ObjectState, State, commits_made
 
 # What `run` does in addition under launchers that end all processes after a failure and start new ones.

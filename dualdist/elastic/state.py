@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .. import accelerator, checks
-from ..agreement.call import BROADCAST_OBJECT
 from ..checkpoint.for_elastic import is_collective, is_per_rank, is_stateful
-from ..checks import flag, instance, integer, mapping
-from ..collectives.objects import broadcast_object, if_all_succeed
+from ..core import accelerator, checks
+from ..core.agreement.call import BROADCAST_OBJECT
+from ..core.checks import flag, instance, integer, mapping
+from ..core.collectives.objects import broadcast_object, if_all_succeed
+from ..core.training.optimizer_state import broadcast_optimizer_state, load_optimizer_state
+from ..core.training.parameters import broadcast_parameters, is_extra_state
+from ..core.world.process_sets import reporting
+from ..core.world.ranks import rank
 from ..errors import HostsUpdatedInterrupt, logger
 from ..samplers import DealingSampler, checked_epoch
-from ..training.optimizer_state import broadcast_optimizer_state, load_optimizer_state
-from ..training.parameters import broadcast_parameters, is_extra_state
-from ..world.process_sets import reporting
-from ..world.ranks import rank
 
 if TYPE_CHECKING:
     from ..checkpoint.for_elastic import Commits

@@ -5,8 +5,8 @@ On the backend horovod, dualdist has initialized it. On another backend, the scr
 
 from __future__ import annotations
 
-from ..backends.horovod import is_installed, real_horovod
 from ..errors import BackendUnavailableError
+from ..horovod import is_installed, real_horovod
 
 __all__ = ("hvd",)
 

@@ -10,9 +10,9 @@ from typing import cast
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ..core.world.context import current
+from ..core.world.process_sets import ProcessSet, checked_process_set, global_process_set
 from ..errors import BackendUnavailableError
-from ..world.context import current
-from ..world.process_sets import ProcessSet, checked_process_set, global_process_set
 
 __all__ = ("DistributedDataParallel", "process_group")
 

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from multiprocessing import spawn as multiprocessing_spawn
 from typing import Any, TypeVar, cast
 
-from ..backends import check_transport, load
-from ..checks import configuration, flag, function, integer, items, mapping, number, path, text
+from ..core.backends import check_transport, load
+from ..core.checks import configuration, flag, function, integer, items, mapping, number, path, text
+from ..core.launch import DUALDIST_RUN, SPAWN
 from ..errors import ConfigurationError, ProcessEndedError
-from ..launch import DUALDIST_RUN, SPAWN
 from . import spawn_child
 from .agent import ENDED, LOST, RESULT
 from .agent_connection import Event, describe_exit
@@ -64,7 +64,7 @@ def spawn(
     """
     with configuration():
         if nprocs is None:
-            from .. import accelerator  # imports torch
+            from ..core import accelerator  # imports torch
 
             nprocs = max(1, accelerator.count())
         size = _size("nprocs", nprocs)

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..backends import TRANSPORTS, transport_named
+from ..core.backends import TRANSPORTS, transport_named
+from ..core.launch.detect import host_names, node_counts, numbers_in
+from ..core.launch.environment import HOST_VARIABLES
+from ..core.launch.launchers import is_open_mpi
+from ..core.meeting.addresses import INTERFACE, candidates, own_address
+from ..core.meeting.boards import node_address
 from ..errors import ConfigurationError
-from ..launch.detect import host_names, node_counts, numbers_in
-from ..launch.environment import HOST_VARIABLES
-from ..launch.launchers import is_open_mpi
-from ..meeting.addresses import INTERFACE, candidates, own_address
-from ..meeting.boards import node_address
 from . import relay
 from .agent_connection import AGENT_COMMAND
 

@@ -20,10 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from ..backends.horovod import CHILDREN_FOLDER, is_installed
-from ..errors import ConfigurationError
-from ..launch import DUALDIST_RUN, topology
-from ..launch.environment import (
+from ..core.launch import DUALDIST_RUN, topology
+from ..core.launch.environment import (
     OF_LAUNCHER,
     agent_variables,
     copied_variables,
@@ -33,10 +31,12 @@ from ..launch.environment import (
     torchrun_variables,
     without_launchers,
 )
-from ..meeting.addresses import INTERFACE, LOOPBACK, interface_of
-from ..meeting.http_store import HttpStore, horovods_scopes
-from ..meeting.server import MeetingServer, reserved_port
-from ..types import World
+from ..core.meeting.addresses import INTERFACE, LOOPBACK, interface_of
+from ..core.meeting.server import MeetingServer, reserved_port
+from ..core.types import World
+from ..errors import ConfigurationError
+from ..horovod import CHILDREN_FOLDER, is_installed
+from ..horovod.http_store import HttpStore, horovods_scopes
 from .agent import ENDED, ENDING_SIGNALS, LOST, PASSED_SIGNALS, STARTED, STDERR, STDOUT, grace_of
 from .agent_connection import AGENT_COMMAND, Event, HostJob, Supervisor, describe_exit
 from .hosts import DEFAULT_STARTER, Host, address_of, address_towards, agent_command, assign, is_local

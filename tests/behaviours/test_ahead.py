@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 import dualdist as hvd
-from dualdist.agreement.channel import Channel
-from dualdist.backends.base import Group, Work
-from dualdist.collectives.reduction import Compressor
-from dualdist.training import sync_batch_norm
-from dualdist.world.context import current
+from dualdist import sync_batch_norm
+from dualdist.core.agreement.channel import Channel
+from dualdist.core.backends.base import Group, Work
+from dualdist.core.collectives.reduction import Compressor
+from dualdist.core.world.context import current
 
 from ..helpers.exchanges import exchanges
 from ..helpers.files import wait_for

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dualdist as hvd
-from dualdist.agreement import connections
+from dualdist.core.agreement import connections
 
 from ..helpers.files import wait_for
 from ..helpers.world import everywhere

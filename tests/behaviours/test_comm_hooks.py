@@ -27,7 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import 
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import dualdist as hvd
-from dualdist.gradients import comm_hook
+from dualdist import comm_hooks as comm_hook
 
 from ..helpers.world import everywhere
 

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 import dualdist as hvd
-from dualdist.compiling import CAN_SPLIT_GRAPHS
+from dualdist.core.compiling import CAN_SPLIT_GRAPHS
 
 from ..helpers.public_functions import COLLECTIVES
 from ..helpers.reference_training import assert_same_weights, batches, loss_of, share, train_beside

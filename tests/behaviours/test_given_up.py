@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import dualdist as hvd
-from dualdist.backends.base import Group, Work
-from dualdist.world.context import current
-from dualdist.world.process_sets import channel_of
+from dualdist.core.backends.base import Group, Work
+from dualdist.core.world.context import current
+from dualdist.core.world.process_sets import channel_of
 
 from ..helpers.files import wait_for
 from ..helpers.rejoining import outside_world

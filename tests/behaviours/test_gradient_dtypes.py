@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import dualdist as hvd
-from dualdist.backends.base import Group, Work
-from dualdist.world.context import current
+from dualdist.core.backends.base import Group, Work
+from dualdist.core.world.context import current
 
 from ..helpers.world import everywhere
 

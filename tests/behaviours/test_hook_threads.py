@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import dualdist as hvd
-from dualdist.collectives.reduction import Compressor
-from dualdist.gradients import arrivals
+from dualdist.core.collectives.reduction import Compressor
+from dualdist.core.gradients import arrivals
 
 from ..helpers.world import everywhere
 from .test_mismatch import check_next_calls_work

@@ -16,9 +16,9 @@ import torch
 
 import dualdist as hvd
 from dualdist.checkpoint import load, save
+from dualdist.core.training import optimizer_state, parameters
+from dualdist.core.world.context import current
 from dualdist.elastic import TorchState
-from dualdist.training import optimizer_state, parameters
-from dualdist.world.context import current
 
 from ..helpers.optimizers import DTYPES, KINDS, all_trained, difference, params_of, step, trained
 from ..helpers.world import World, everywhere

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dualdist as hvd
-from dualdist.world.context import current
+from dualdist.core.world.context import current
 
 from ..helpers.world import everywhere
 

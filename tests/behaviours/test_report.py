@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import dualdist as hvd
-from dualdist.world.context import current
+from dualdist.core.world.context import current
 
 from ..helpers.collected_warnings import warned
 from ..helpers.requirements import need_programs

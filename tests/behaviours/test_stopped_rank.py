@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import dualdist as hvd
-from dualdist.backends.base import Group, Work
-from dualdist.world.process_sets import channel_of
+from dualdist.core.backends.base import Group, Work
+from dualdist.core.world.process_sets import channel_of
 
 from ..helpers.files import wait_for
 from ..helpers.rejoining import outside_world, rejoined

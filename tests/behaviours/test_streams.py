@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import dualdist as hvd
-from dualdist import accelerator
-from dualdist.backends.base import Work
 from dualdist.checkpoint.contents import HostCopy
-from dualdist.world.context import current
+from dualdist.core import accelerator
+from dualdist.core.backends.base import Work
+from dualdist.core.world.context import current
 
 from ..accelerator import sleep_ms
 from ..helpers.stream_programs import differences, program, training

@@ -26,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.profiler import ProfilerActivity, profile
 
 import dualdist as hvd
-from dualdist import accelerator
+from dualdist.core import accelerator
 
 from ..helpers import world as world_module
 from ..helpers.requirements import need, need_programs

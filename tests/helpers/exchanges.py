@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dualdist.agreement.connections import Connections
+from dualdist.core.agreement.connections import Connections
 
 __all__ = ("exchanges",)
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from dualdist.cli import main
-from dualdist.launch import detect
-from dualdist.meeting.member import Meeting
-from dualdist.meeting.server import TEXT
+from dualdist.core.launch import detect
+from dualdist.core.meeting.member import Meeting
+from dualdist.core.meeting.server import TEXT
 
 from .files import wait_for
 

@@ -20,7 +20,7 @@ WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 @contextlib.contextmanager
 def pieces_of(num_bytes: int) -> Iterator[None]:
     """Send in pieces of so many bytes, as messages over the limit of MPI's counts are."""
-    from dualdist.backends.mpi import communicator
+    from dualdist.mpi import communicator
 
     before, communicator.LARGEST_BYTES = communicator.LARGEST_BYTES, num_bytes
     try:

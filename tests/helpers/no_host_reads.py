@@ -15,9 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import dualdist.collectives.broadcast as broadcast_module
-import dualdist.collectives.reduction as reduction_module
-import dualdist.training.sync_batch_norm as rows_module
+import dualdist.core.collectives.broadcast as broadcast_module
+import dualdist.core.collectives.reduction as reduction_module
+import dualdist.sync_batch_norm as rows_module
 
 __all__ = ("HostRead", "can_watch", "no_host_reads")
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import dualdist as hvd
-from dualdist import accelerator
+from dualdist.core import accelerator
 
 from .. import accelerator as simulated
 

@@ -26,7 +26,7 @@ def main() -> None:
 
         methods: list[str | None] = [None]
         if METHOD in sys.argv:
-            importlib.import_module("dualdist.backends.rendezvous")
+            importlib.import_module("dualdist.exec.rendezvous")
             methods = [METHOD, METHOD]
         for method in methods:
             dist.init_process_group("gloo", method)

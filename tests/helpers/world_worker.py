@@ -55,7 +55,7 @@ def use_simulated_device() -> None:
     """Have the device that the environment variable DEVICE asks for, if any."""
     if (how := os.environ.get(DEVICE)) is None:
         return
-    from dualdist import accelerator
+    from dualdist.core import accelerator
     from tests.accelerator import register
 
     register("npu")

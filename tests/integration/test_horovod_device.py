@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from dualdist import accelerator, process_exit
-from dualdist.backends.torch_groups import DefaultGroup
-from dualdist.world.context import current
+from dualdist.core import accelerator, process_exit
+from dualdist.core.backends.torch_groups import DefaultGroup
+from dualdist.core.world.context import current
 
 from ..helpers.world import World
 
@@ -42,7 +42,7 @@ def shutdown_after_a_failure() -> bool:
     """Return whether Horovod may still be shut down at exit, after its shutdown has not ended."""
     import horovod.torch
 
-    from dualdist.backends.horovod import backend, group
+    from dualdist.horovod import backend, group
 
     never = threading.Event()
     world: Any = SimpleNamespace(

@@ -172,7 +172,7 @@ def test_the_wheel_has_the_files_of_the_package_and_nothing_else(installed: Inst
     with zipfile.ZipFile(installed.wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == sources_in("dualdist")
-    assert {"dualdist/py.typed", "dualdist/cli/install_horovod.sh"} <= names
+    assert {"dualdist/py.typed", "dualdist/horovod/install.sh"} <= names
 
 
 def test_the_installed_package_is_the_wheel_and_knows_its_version(
@@ -211,9 +211,7 @@ def test_help_shows_the_public_functions(installed: Installed, tmp_path: Path) -
 
 
 def test_the_launcher_part_runs_where_torch_is_not_installed(installed: Installed, tmp_path: Path) -> None:
-    alone = (
-        f"import sys; sys.path.remove({OTHERS!r}); import dualdist.launch; from dualdist.cli import main; "
-    )
+    alone = f"import sys; sys.path.remove({OTHERS!r}); import dualdist.core.launch; from dualdist.cli import main; "
     run = "sys.exit(main(['exec', '--', 'sh', '-c', 'echo rank $RANK']))"
     assert installed.run("python", "-c", alone + run, folder=tmp_path) == (0, "rank 0\n")
     code, output = installed.run("python", "-c", f"{alone}import torch", folder=tmp_path)

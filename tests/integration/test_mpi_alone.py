@@ -16,7 +16,7 @@ from ..helpers.world import ROOT
 SCRIPT_OF_MANY_WORLDS = """\
 import threading
 import torch, torch.distributed as dist
-import dualdist.backends.mpi
+import dualdist.mpi.transport
 
 for cycle in range(100):
     dist.init_process_group(["mpi4py", "cpu:mpi4py"][cycle % 2], init_method="mpi4py://")
@@ -45,7 +45,7 @@ SCRIPT_WITH_THREAD_LEVEL = """\
 import sys, mpi4py
 mpi4py.rc.thread_level = sys.argv[1]
 import torch, torch.distributed as dist, torch.nn as nn
-import dualdist.backends.mpi
+import dualdist.mpi.transport
 from mpi4py import MPI
 assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
 try:
@@ -77,7 +77,7 @@ assert MPI.COMM_WORLD.allreduce(1) == 2
 SCRIPT_WITH_A_CALLBACK_AT_ITS_END = """\
 import atexit, os, threading
 import torch, torch.distributed as dist
-import dualdist.backends.mpi
+import dualdist.mpi.transport
 
 ending = threading.Event()
 
@@ -179,7 +179,7 @@ def test_torch_finds_the_backend_of_an_installed_package(tmp_path: Path) -> None
 def test_a_launcher_of_another_mpi_is_an_error_with_the_fix() -> None:
     need_modules("mpi4py")
     program = (
-        "import dualdist.backends.mpi, torch.distributed as dist; "
+        "import dualdist.mpi.transport, torch.distributed as dist; "
         "dist.init_process_group('mpi4py', init_method='mpi4py://')"
     )
     ended = finish([sys.executable, "-c", program], {"PMI_RANK": "0", "PMI_SIZE": "2"})

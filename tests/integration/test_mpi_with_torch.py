@@ -167,7 +167,7 @@ def test_profiles_name_the_collectives() -> None:
 @everywhere
 def test_a_range_of_the_profiler_ends_before_its_work() -> None:
     """A thread that sees the end of the work may stop the profiler, whose memory the end of the range writes to."""
-    from dualdist.backends.mpi.work import MpiWork
+    from dualdist.mpi.work import MpiWork
 
     ended: list[bool] = []
 

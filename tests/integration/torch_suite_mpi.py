@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import dualdist as hvd
-import dualdist.backends.mpi
+import dualdist.mpi.transport
 from tests.helpers.cpu_in_place_of_gpu import use_cpu
 from tests.integration import torch_suite
 
@@ -48,7 +48,7 @@ def main(names: Sequence[str], own: bool) -> None:
         group_store = dist.PrefixStore(f"group {number}", store)
         timeout = timedelta(seconds=TIMEOUT_SECONDS)
         dist.init_process_group(
-            dualdist.backends.mpi.NAME, store=group_store, rank=rank, world_size=size, timeout=timeout
+            dualdist.mpi.transport.NAME, store=group_store, rank=rank, world_size=size, timeout=timeout
         )
         if not own:
             hvd.init(transport="mpi")

@@ -54,7 +54,7 @@ def check(folder: Path, places: Sequence[tuple[int, ...]], options: list[str], r
         assert report["path"] == FOLDER
         assert report["numbers"] == [rank, size, *places[rank]]
         assert report["before"] == report["after"] == [str(number) for number in report["numbers"]]
-        assert report["found"] == ["0.28.1", *["dualdist.collectives.allreduce"] * 2]
+        assert report["found"] == ["0.28.1", *["dualdist.core.collectives.allreduce"] * 2]
         assert "horovod.tensorflow is not available" in report["refusal"]
         assert report["total"] == sum(range(size))
         assert report["weight"] == pytest.approx(5.0 - 0.5 * sum(EXAMPLES) / size)

@@ -112,7 +112,7 @@ def test_a_forked_process_ends_as_it_wants_and_the_ranks_continue(ended: tuple[i
 
 DURING_INIT = """\
 import os, threading, dualdist as hvd
-from dualdist import lifecycle
+from dualdist.core import lifecycle
 
 join, waits, goes_on = lifecycle.join_world, threading.Event(), threading.Event()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.launch import detect
+from dualdist.core.launch import detect
 from dualdist.processes import agent_connection
 
 from ..helpers.run_command import FAMILY, STUBBORN, Families, Run, python

@@ -21,9 +21,9 @@ SCRIPT = """\
 import multiprocessing, os, pathlib, signal, sys
 import torch.distributed
 import dualdist as hvd
-from dualdist.backends import torch_groups
-from dualdist.meeting.member import Meeting
-from dualdist.world import context
+from dualdist.core.backends import torch_groups
+from dualdist.core.meeting.member import Meeting
+from dualdist.core.world import context
 
 def end(*arguments, **options):
     os._exit(1)
@@ -204,8 +204,8 @@ HOROVODS = """\
 import multiprocessing, os, signal, sys, threading
 import horovod.torch
 import dualdist as hvd
-from dualdist.meeting.http_store import HttpStore
-from dualdist.meeting.member import Meeting
+from dualdist.horovod.http_store import HttpStore
+from dualdist.core.meeting.member import Meeting
 
 address, event = sys.argv[1:]
 asked = threading.Event()

@@ -18,7 +18,6 @@ from ..helpers.world import MPIRUN
 SCRIPT = """\
 import os, pathlib, pkgutil, signal, sys, torch
 import dualdist as hvd
-from dualdist.meeting import mpi
 sys.path.insert(0, os.getcwd())
 from tests.helpers.files import wait_for
 
@@ -62,12 +61,12 @@ BACKENDS = {
 
 BEFORE = [(backend, "before") for backend in BACKENDS]
 DURING = [
-    ("torch-mpi", "dualdist.meeting.mpi.MpiBoard.read"),
-    ("torch-mpi", "dualdist.backends.mpi.mpi.unfinished"),
-    ("torch-mpi", "dualdist.world.context.Presence.of_this_process"),
-    ("torch-gloo", "dualdist.world.context.Presence.of_this_process"),
-    ("horovod-mpi", "dualdist.backends.horovod.group.hvd.init"),
-    ("horovod-mpi", "dualdist.world.context.Presence.of_this_process"),
+    ("torch-mpi", "dualdist.mpi.meeting.MpiBoard.read"),
+    ("torch-mpi", "dualdist.mpi.transport.mpi.unfinished"),
+    ("torch-mpi", "dualdist.core.world.context.Presence.of_this_process"),
+    ("torch-gloo", "dualdist.core.world.context.Presence.of_this_process"),
+    ("horovod-mpi", "dualdist.horovod.group.hvd.init"),
+    ("horovod-mpi", "dualdist.core.world.context.Presence.of_this_process"),
 ]
 Outputs = Mapping[tuple[str, str], Future[str]]
 

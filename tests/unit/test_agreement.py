@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dualdist.agreement import call as kinds
-from dualdist.agreement.call import Call, Kind
-from dualdist.agreement.matching import (
+from dualdist.core.agreement import call as kinds
+from dualdist.core.agreement.call import Call, Kind
+from dualdist.core.agreement.matching import (
     ACTIVE,
     FAILED,
     JOINED,

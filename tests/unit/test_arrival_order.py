@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dualdist.gradients.arrivals import ArrivalOrder
-from dualdist.gradients.bucket_memory import TrackedParameter, lay_out
+from dualdist.core.gradients.arrivals import ArrivalOrder
+from dualdist.core.gradients.bucket_memory import TrackedParameter, lay_out
 
 
 def order_of(groups: list[list[int]], length: int = 1) -> ArrivalOrder:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.cli import exec as command
+from dualdist.core.types import World
 from dualdist.errors import ConfigurationError
-from dualdist.types import World
+from dualdist.exec import command
 
 ADDRESSES = ("0000:17:00.0", "0000:65:00.0", "0001:03:00.0")
 """Of the GPUs; the last one is on NUMA node 1."""

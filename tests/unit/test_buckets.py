@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from dualdist.gradients import bucket_memory
-from dualdist.gradients.bucket_memory import (
+from dualdist.core.gradients import bucket_memory
+from dualdist.core.gradients.bucket_memory import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     LAST_BUCKET_BYTES,

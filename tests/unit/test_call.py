@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dualdist.agreement.call import BROADCAST_PARAMETERS, Call
+from dualdist.core.agreement.call import BROADCAST_PARAMETERS, Call
 
 
 def make_call(num_parameters: int) -> Call:

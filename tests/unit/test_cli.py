@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.cli import main, run
-from dualdist.cli.run import REFUSED, TUNING, Tuning, variables_of
+from dualdist.cli import main
+from dualdist.processes import command as run
+from dualdist.processes.command import REFUSED, TUNING, Tuning, variables_of
 
 from ..helpers.requirements import need
 

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import dualdist as hvd
-from dualdist.gradients.bucket_memory import Bucket
-from dualdist.gradients.comm_hook import CommHook, GradBucket, HookWork
+from dualdist.comm_hooks import CommHook, GradBucket, HookWork
+from dualdist.core.gradients.bucket_memory import Bucket
 
 
 class Ranks:

@@ -16,9 +16,9 @@ from dualdist.compat.common import (
     split_list,
 )
 from dualdist.compat.data import AsyncDataLoaderMixin, BaseDataLoader
-from dualdist.launch import detect
-from dualdist.launch.environment import names_of_copies
-from dualdist.types import World
+from dualdist.core.launch import detect
+from dualdist.core.launch.environment import names_of_copies
+from dualdist.core.types import World
 
 from .test_detect import numbers
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 import pytest
 from torch.distributed import HashStore
 
-from dualdist.agreement.channel import News
-from dualdist.agreement.connections import Connections
+from dualdist.core.agreement.channel import News
+from dualdist.core.agreement.connections import Connections
 from dualdist.errors import HorovodInternalError
 
 T = TypeVar("T")

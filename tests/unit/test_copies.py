@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dualdist.errors import ConfigurationError
-from dualdist.launch import detect
-from dualdist.launch.environment import (
+from dualdist.core.launch import detect
+from dualdist.core.launch.environment import (
     add_copies,
     agent_variables,
     copied_variables,
@@ -17,7 +16,8 @@ from dualdist.launch.environment import (
     without_copies,
     without_launchers,
 )
-from dualdist.types import World
+from dualdist.core.types import World
+from dualdist.errors import ConfigurationError
 
 WORLD = World(1, 2, 1, 2, 0, 1)
 OWN = process_variables("dualdist run", WORLD, "127.0.0.1:7", b"")

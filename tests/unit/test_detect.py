@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from dualdist.core.launch import LAUNCHERS, detect
 from dualdist.errors import ConfigurationError
-from dualdist.launch import LAUNCHERS, detect
 
 
 def numbers(prefix: str, names: str = "RANK SIZE LOCAL_RANK LOCAL_SIZE", **others: str) -> dict[str, str]:

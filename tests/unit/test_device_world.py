@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
 import dualdist as hvd
-from dualdist import accelerator, process_exit
-from dualdist.backends import torch_groups
-from dualdist.world.context import current
+from dualdist.core import accelerator, process_exit
+from dualdist.core.backends import torch_groups
+from dualdist.core.world.context import current
 
 DEVICE = torch.device("cuda", 0)
 if not hasattr(dist.distributed_c10d, "_get_split_source"):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from dualdist.backends.torch import Offer, agreed_transport
+from dualdist.core.backends.torch import Offer, agreed_transport
+from dualdist.core.launch import DeviceView, choose_devices, shared_devices
 from dualdist.errors import ConfigurationError
-from dualdist.launch import DeviceView, choose_devices, shared_devices
 
 
 def view(host: str, local_rank: int | None, *devices: str) -> DeviceView:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from dualdist.backends.torch_groups import DirectGroup
+from dualdist.core.backends.torch_groups import DirectGroup
 
 
 @pytest.mark.parametrize("size", [2, 8, 9, 16])

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.agreement.call import BARRIER, Call
-from dualdist.agreement.watch import GAVE_UP, StallWatch
 from dualdist.cli import main
-from dualdist.types import Settings
-from dualdist.world import dump as dump_module
-from dualdist.world.dump import Dump
+from dualdist.core.agreement.call import BARRIER, Call
+from dualdist.core.agreement.watch import GAVE_UP, StallWatch
+from dualdist.core.types import Settings
+from dualdist.observation import dump as dump_module
+from dualdist.observation.dump import Dump
 
 from ..helpers.files import wait_for
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dualdist.core.meeting.boards import LauncherProcess
 from dualdist.elastic import loop
 from dualdist.elastic.loop import folder_of_commits, make_private, remove_abandoned
 from dualdist.errors import CheckpointError
-from dualdist.meeting.boards import LauncherProcess
 
 OWN = LauncherProcess(os.getpid(), int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]))
 ENDED = LauncherProcess(OWN.pid, OWN.start_time - 1)

@@ -16,15 +16,15 @@ from unittest import mock
 import pytest
 import torch
 
-from dualdist import accelerator
-from dualdist.agreement.call import ALLREDUCE, Call
-from dualdist.agreement.guard import Guard
-from dualdist.backends import torch_groups
-from dualdist.backends.torch_groups import TorchGroup
-from dualdist.backends.torch_interface import error_handling, transport_timeout
-from dualdist.collectives.join import _device_of
+from dualdist.core import accelerator
+from dualdist.core.agreement.call import ALLREDUCE, Call
+from dualdist.core.agreement.guard import Guard
+from dualdist.core.backends import torch_groups
+from dualdist.core.backends.torch_groups import TorchGroup
+from dualdist.core.backends.torch_interface import error_handling, transport_timeout
+from dualdist.core.collectives.join import _device_of
+from dualdist.core.types import Sum
 from dualdist.errors import HorovodInternalError, StallError
-from dualdist.types import Sum
 
 CUDA = torch.device("cuda", 1)
 CALL = Call(ALLREDUCE, name="loss", site=("train.py", 7))

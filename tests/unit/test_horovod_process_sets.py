@@ -17,7 +17,7 @@ TWO_HOSTS = ("alpha", "alpha", "beta", "beta")
 @pytest.fixture
 def group() -> ModuleType:
     need_modules("horovod")
-    from dualdist.backends.horovod import group
+    from dualdist.horovod import group
 
     return group
 
@@ -38,7 +38,7 @@ def test_only_a_gloo_controller_that_was_not_repaired_is_refused(
 ) -> None:
     with (
         mock.patch("importlib.metadata.version", return_value=version),
-        mock.patch("dualdist.backends.horovod.group.hvd.mpi_enabled", return_value=mpi),
+        mock.patch("dualdist.horovod.group.hvd.mpi_enabled", return_value=mpi),
     ):
         if not refused:
             group.check_process_set((1, 2, 3), TWO_HOSTS)

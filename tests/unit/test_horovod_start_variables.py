@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from dualdist.core.types import Launch, Settings
 from dualdist.errors import ConfigurationError
-from dualdist.types import Launch, Settings
 
 from ..helpers.requirements import need_modules
 
@@ -17,7 +17,7 @@ FOR_MPI = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.25"}
 
 def start_variables(*arguments: Any, **options: Any) -> dict[str, str | None]:
     need_modules("horovod.torch")
-    from dualdist.backends.horovod import backend
+    from dualdist.horovod import backend
 
     return dict(backend.start_variables(*arguments, **options))
 
@@ -51,7 +51,7 @@ def test_a_part_of_the_ranks_is_refused_where_mpi_keeps_horovod_in_its_first_wor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     need_modules("horovod.torch")
-    from dualdist.backends.horovod.backend import HorovodBackend
+    from dualdist.horovod.backend import HorovodBackend
 
     monkeypatch.setattr(HorovodBackend, "_kept", True)
     with pytest.raises(ConfigurationError, match="`comm` must be all ranks, but is a part"):

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dualdist.meeting import http_store
-from dualdist.meeting.http_store import HttpStore
+from dualdist.horovod import http_store
+from dualdist.horovod.http_store import HttpStore
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Who may import whom: rooms in one order, no cycles, and names of backends only where backends are."""
+"""Who may import whom: the core none of the rest, its rooms in one order, no cycles; and where backends are named."""
 
 from __future__ import annotations
 
@@ -8,33 +8,70 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dualdist
-from dualdist.launch import launchers
+from dualdist.core.launch import launchers
 
 PACKAGE = Path(dualdist.__file__).parent
 
-ROOMS = (
-    {"__main__"},
-    {"cli", "compat"},
-    {"__init__"},
-    {"native"},
-    {"elastic"},
-    {"checkpoint"},
-    {"training", "samplers", "metrics", "lr", "seeding"},
-    {"gradients"},
-    {"lifecycle"},
-    {"collectives"},
-    {"world"},
-    {"agreement"},
-    {"processes"},
-    {"backends"},
-    {"meeting"},
-    {"launch"},
-    {"accelerator", "checks", "compiling", "executor", "process_exit"},
-    {"types", "errors"},
+CORE = (
+    {"core.training"},
+    {"core.gradients"},
+    {"core.lifecycle"},
+    {"core.collectives"},
+    {"core.world"},
+    {"core.agreement"},
+    {"core.backends"},
+    {"core.meeting"},
+    {"core.launch"},
+    {"core.accelerator", "core.checks", "core.compiling", "core.executor", "core.process_exit"},
+    {"core.types", "errors"},
 )
-"""From the top to the bottom: a module imports from its own room and from those further down."""
+"""The rooms of the core, from the top to the bottom: a module imports from its own room and from those further down."""
 
-WITHOUT_TORCH = {"launch", "meeting", "processes", "checks", "executor", "types", "errors"}
+FROM_CORE = {
+    "core.agreement.channel": {"devices", "observation"},
+    "core.agreement.watch": {"observation"},
+    "core.backends": {"horovod"},
+    "core.backends.store": {"exec"},
+    "core.backends.torch": {"mpi"},
+    "core.backends.torch_groups": {"mpi", "shared_memory"},
+    "core.gradients.combiner": {"comm_hooks"},
+    "core.gradients.grad_sync": {"comm_hooks"},
+    "core.gradients.reducer": {"comm_hooks", "replicas"},
+    "core.lifecycle": {"mpi", "observation"},
+    "core.meeting": {"mpi"},
+    "core.training.optimizer": {"comm_hooks", "sync_batch_norm"},
+    "core.training.optimizer_state": {"sync_batch_norm"},
+    "core.training.parallel": {"comm_hooks"},
+    "core.training.parallel_arguments": {"comm_hooks", "sync_batch_norm"},
+    "core.world.context": {"mpi", "observation"},
+}
+"""Modules of the core -> what they still import of the rest. It must become empty."""
+
+BETWEEN_OTHERS = {
+    "__main__": {"cli"},
+    "checkpoint": {"sharding"},
+    "compat": {"elastic", "horovod", "sync_batch_norm"},
+    "doctor": {"exec", "mpi"},
+    "elastic": {"checkpoint", "samplers"},
+    "exec": {"mpi"},
+    "horovod": {"mpi"},
+    "migrate": {"compat"},
+    "native": {"horovod"},
+    "parity": {"checkpoint", "compat", "observation", "processes"},
+    "processes": {"cli", "horovod"},
+    "sharding": {"checkpoint"},
+}
+"""A folder or file outside of the core -> the others of them that it imports."""
+
+WITHOUT_TORCH = {
+    "core.launch",
+    "core.meeting",
+    "processes",
+    "core.checks",
+    "core.executor",
+    "core.types",
+    "errors",
+}
 
 BACKENDS_AND_TRANSPORTS = {"torch", "horovod", "local", "nccl", "xccl", "gloo", "mpi"}
 LAUNCHERS = {"python", "init", "env", "spawn"} | {row.name for row in launchers.LAUNCHERS}
@@ -79,8 +116,18 @@ def imports_of(name: str, modules: dict[str, Path]) -> tuple[set[str], set[str]]
     return inside, outside
 
 
-def room_of(name: str) -> int:
-    return next(place for place, rooms in enumerate(ROOMS) if name.split(".")[0] in rooms)
+def room_of(name: str) -> str:
+    """Return the room of a module: its folder below core, or its folder or file beside core."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "core" else parts[0]
+
+
+def is_core(name: str) -> bool:
+    return name == "errors" or name.split(".")[0] == "core"
+
+
+def height(name: str) -> int:
+    return next(len(CORE) - number for number, rooms in enumerate(CORE) if room_of(name) in rooms)
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -123,16 +170,25 @@ def starts(names: set[str], package: str) -> bool:
 
 
 def test_a_module_imports_from_its_room_and_those_below() -> None:
+    from_core: dict[str, set[str]] = {}
+    between_others: dict[str, set[str]] = {}
     for name in MODULES:
         inside, outside = imports_of(name, MODULES)
-        assert not {other for other in inside if room_of(other) < room_of(name)}, name
-        room = name.split(".")[0]
-        if room not in ("backends", "native"):
+        room = room_of(name)
+        for other in inside - {"core", "__init__"}:
+            if is_core(name) and is_core(other):
+                assert height(name) >= height(other), name
+            elif is_core(name):
+                from_core.setdefault(name, set()).add(room_of(other))
+            elif not is_core(other) and room_of(other) != room:
+                between_others.setdefault(room, set()).add(room_of(other))
+        if room not in ("core.backends", "horovod", "mpi", "sharding", "exec", "native"):
             assert not starts(outside, "horovod") and not starts(outside, "torch.distributed"), name
         if room in WITHOUT_TORCH:
             assert not starts(outside, "torch"), name
         if room == "elastic":
             assert {other for other in inside if starts({other}, "checkpoint")} <= {"checkpoint.for_elastic"}
+    assert from_core == FROM_CORE and between_others == BETWEEN_OTHERS
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -142,26 +198,26 @@ def test_no_module_imports_itself_through_others() -> None:
 def test_only_backends_and_launch_compare_with_names_of_backends_and_launchers() -> None:
     """In compat, "horovod" is a module. Backends compare with no names of launchers."""
     for name, path in MODULES.items():
-        room, found = name.split(".")[0], list(compared_names(path))
-        if room == "backends":
+        room, found = room_of(name), list(compared_names(path))
+        if room in ("core.backends", "horovod"):
             found = [text for text in found if text.split(": ")[1] in LAUNCHERS]
-        assert not found or room in ("launch", "compat"), f"{name}: {found}"
+        assert not found or room in ("core.launch", "compat"), f"{name}: {found}"
 
 
 def test_the_checks_find_what_they_look_for(tmp_path: Path) -> None:
     for name, text in {
-        "launch/detect.py": "from ..collectives.reduce import scale_\n",
-        "collectives/reduce.py": "from .gather import allgather\nimport torch.distributed as dist\n",
-        "collectives/gather.py": "def later():\n    from .reduce import scale_\n",
-        "collectives/__init__.py": "",
-        "world/context.py": "if launcher != 'python' or backend in ('torch', 'x'):\n    pass\n",
+        "core/launch/detect.py": "from ..collectives.reduce import scale_\n",
+        "core/collectives/reduce.py": "from .gather import allgather\nimport torch.distributed as dist\n",
+        "core/collectives/gather.py": "def later():\n    from .reduce import scale_\n",
+        "core/collectives/__init__.py": "",
+        "core/world/context.py": "if launcher != 'python' or backend in ('torch', 'x'):\n    pass\n",
     }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     modules = modules_of(tmp_path)
-    assert imports_of("launch.detect", modules)[0] == {"collectives.reduce"}
-    assert room_of("collectives.reduce") < room_of("launch.detect")
-    assert starts(imports_of("collectives.reduce", modules)[1], "torch.distributed")
+    assert imports_of("core.launch.detect", modules)[0] == {"core.collectives.reduce"}
+    assert height("core.collectives.reduce") > height("core.launch.detect")
+    assert starts(imports_of("core.collectives.reduce", modules)[1], "torch.distributed")
     graph = {name: imports_of(name, modules)[0] for name in modules}
-    assert cycles(graph) == [["collectives.gather", "collectives.reduce"]]
-    assert list(compared_names(modules["world.context"])) == ["1: python", "1: torch"]
+    assert cycles(graph) == [["core.collectives.gather", "core.collectives.reduce"]]
+    assert list(compared_names(modules["core.world.context"])) == ["1: python", "1: torch"]

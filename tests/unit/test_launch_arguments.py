@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from dualdist.core.launch import detect, launch_from
+from dualdist.core.meeting import find_board
+from dualdist.core.meeting.member import Meeting
 from dualdist.errors import ConfigurationError
-from dualdist.launch import detect, launch_from
-from dualdist.meeting import find_board
-from dualdist.meeting.member import Meeting
 
 from .test_detect import TORCHRUN
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dualdist.core.launch import LAUNCHERS, detect, launch_from
+from dualdist.core.launch.environment import without_launchers
+from dualdist.core.launch.launchers import MARKS, OUTERMOST
+from dualdist.core.types import Launch
 from dualdist.errors import ConfigurationError
-from dualdist.launch import LAUNCHERS, detect, launch_from
-from dualdist.launch.environment import without_launchers
-from dualdist.launch.launchers import MARKS, OUTERMOST
-from dualdist.types import Launch
 
 from .test_detect import RECORDS
 

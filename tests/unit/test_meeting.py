@@ -20,12 +20,11 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from dualdist import accelerator
-from dualdist.backends.store import StoreBoard, open_store
-from dualdist.backends.torch import TorchBackend
-from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
-from dualdist.meeting import addresses, mpi, pmi
-from dualdist.meeting.boards import (
+from dualdist.core import accelerator
+from dualdist.core.backends.store import StoreBoard, open_store
+from dualdist.core.backends.torch import TorchBackend
+from dualdist.core.meeting import addresses
+from dualdist.core.meeting.boards import (
     Board,
     FileBoard,
     HostBoard,
@@ -34,10 +33,13 @@ from dualdist.meeting.boards import (
     LaunchersBoard,
     ServerAddress,
 )
-from dualdist.meeting.http_store import HttpStore
-from dualdist.meeting.member import Meeting
-from dualdist.meeting.server import TEXT, MeetingServer, connected, reach, unix_listener
-from dualdist.types import Launch, Settings
+from dualdist.core.meeting.member import Meeting
+from dualdist.core.meeting.server import TEXT, MeetingServer, connected, reach, unix_listener
+from dualdist.core.types import Launch, Settings
+from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
+from dualdist.exec import pmi
+from dualdist.horovod.http_store import HttpStore
+from dualdist.mpi import meeting as mpi
 
 from ..helpers.ports import free_ports
 from ..helpers.requirements import need_programs, need_root
@@ -208,7 +210,7 @@ def test_process_ids_of_another_namespace_identify_no_job() -> None:
     need_root()
     need_programs("unshare")
     code = (
-        "from dualdist.meeting.boards import one_host_board; from dualdist.types import Launch; "
+        "from dualdist.core.meeting.boards import one_host_board; from dualdist.core.types import Launch; "
         "one_host_board(Launch('x', sources={'rank': 'A_RANK'}), {})"
     )
     # Beneath a shell, which would be taken for the first process of the host: both have the number 1.
@@ -412,7 +414,7 @@ def test_a_port_that_is_taken_on_one_address_is_not_chosen() -> None:
     need_root()
     source = """
 import contextlib, socket
-from dualdist.meeting.server import MeetingServer
+from dualdist.core.meeting.server import MeetingServer
 
 with contextlib.ExitStack() as stack:
     taken = [stack.enter_context(socket.create_server(("127.0.0.2", 0))) for _ in range(9)]

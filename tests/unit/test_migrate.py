@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dualdist.cli import main
-from dualdist.cli.migrate import _home
+from dualdist.migrate.command import _home
 
 from ..helpers.world import ROOT
 from .test_without_torch import HIDE_TORCH, run_python

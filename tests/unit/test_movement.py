@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dualdist.backends.base import Group, Work
-from dualdist.collectives.wire import alltoall_rows, gather_rows
+from dualdist.core.backends.base import Group, Work
+from dualdist.core.collectives.wire import alltoall_rows, gather_rows
 
 SIZE = 64
 

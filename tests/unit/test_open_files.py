@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from dualdist.backends.base import allow_open_files
+from dualdist.core.backends.base import allow_open_files
 from dualdist.errors import ConfigurationError
 
 
@@ -27,7 +27,7 @@ class Limits:
 
 def limits_after(monkeypatch: pytest.MonkeyPatch, size: int, soft: int, hard: int) -> tuple[int, int]:
     limits = Limits(soft, hard)
-    monkeypatch.setattr("dualdist.meeting.server.resource", limits)
+    monkeypatch.setattr("dualdist.core.meeting.server.resource", limits)
     allow_open_files(size)
     return limits.now
 

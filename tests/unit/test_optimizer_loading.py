@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dualdist.training.optimizer_state import load_optimizer_state
+from dualdist.core.training.optimizer_state import load_optimizer_state
 
 
 def on_meta(**options: Any) -> torch.optim.Optimizer:

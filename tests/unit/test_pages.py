@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import dualdist
-from dualdist.launch import LAUNCHERS
+from dualdist.core.launch import LAUNCHERS
 
 from ..helpers.public_functions import COLLECTIVES
 
@@ -39,7 +39,7 @@ def variables(text: str) -> set[str]:
     return set(re.findall(r"\b(?:DUALDIST|HOROVOD)_[A-Z_]*[A-Z]\b", text))
 
 
-SHOWN_BY_HELP = PACKAGE / "cli" / "install_horovod.py"
+SHOWN_BY_HELP = PACKAGE / "horovod" / "install.py"
 """Its variables are in its --help."""
 IN_CODE = variables(
     "\n".join(text for module in PACKAGE.rglob("*.py") if module != SHOWN_BY_HELP for text in strings(module))

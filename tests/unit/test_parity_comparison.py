@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from dualdist.cli.parity import parse_cell
-from dualdist.cli.parity_comparison import (
+from dualdist.errors import ConfigurationError
+from dualdist.parity.command import parse_cell
+from dualdist.parity.comparison import (
     _CAUSES,
     BATCH,
     BUFFERS,
@@ -28,8 +29,7 @@ from dualdist.cli.parity_comparison import (
     compare,
     difference,
 )
-from dualdist.cli.parity_recorder import fingerprint
-from dualdist.errors import ConfigurationError
+from dualdist.parity.recorder import fingerprint
 
 STEPS, PASSES = 4, 2
 Record = dict[str, Any]

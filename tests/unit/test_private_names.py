@@ -66,46 +66,42 @@ CALLED_BY_OTHERS = {
 
 
 PATCHES = {
-    "training/parallel.py": {
+    "core/training/parallel.py": {
         "TorchDataParallel._active_ddp_module = ": "torch.compile asks it for the wrapper whose forward runs"
     },
-    "agreement/usage.py": {
+    "observation/usage.py": {
         "dataloader._BaseDataLoaderIter.__next__ = ": "torch has no hook that tells how long a batch takes to load"
     },
-    "backends/horovod/backend.py": {
-        "network.cloudpickle = ": "messages of horovodrun name Horovod's modules"
-    },
-    "backends/horovod/group.py": {
-        "atexit.unregister(function)": "Horovod's shutdown may wait without an end"
-    },
-    "backends/horovod/__init__.py": {
-        "sys.meta_path[:] = ": "compat has the name horovod, which its backend needs"
-    },
-    "backends/mpi/__init__.py": {
-        "_not_recorded.add(": "torch's flight recorder ends groups that are in Python"
-    },
-    "backends/torch_groups.py": {
+    "horovod/backend.py": {"network.cloudpickle = ": "messages of horovodrun name Horovod's modules"},
+    "horovod/group.py": {"atexit.unregister(function)": "Horovod's shutdown may wait without an end"},
+    "horovod/__init__.py": {"sys.meta_path[:] = ": "compat has the name horovod, which its backend needs"},
+    "mpi/transport.py": {"_not_recorded.add(": "torch's flight recorder ends groups that are in Python"},
+    "core/backends/torch_groups.py": {
         "torch_world.group_count = ": "groups that only their members make need names"
     },
-    "backends/torch_interface.py": {"handle.remove()": "torch's hooks would step on gradients of one rank"},
+    "core/backends/torch_interface.py": {
+        "handle.remove()": "torch's hooks would step on gradients of one rank"
+    },
     "checkpoint/manager.py": {
         "BaseProcess.start = ": "while signals are watched, they must not end the daemonic processes, too"
     },
-    "cli/parity_recorder.py": {  # only in processes that `dualdist parity` starts
+    "parity/recorder.py": {  # only in processes that `dualdist parity` starts
         "torch.nn.Module.__call__ = ": "torch's hooks do not see keyword arguments",
         "torch.autograd.backward = ": "torch has no hook that sees the loss",
         "torch.optim.Optimizer.add_param_group = ": "parameters get their hooks before those of a wrapper",
     },
     "compat/torch.py": {"wrapped.__class__ = ": "isinstance() and the state of the optimizer stay"},
-    "compiling.py": {
+    "core/compiling.py": {
         "frames.set_code_exec_strategy(": "torch.compiler.disable imports Dynamo, which takes long"
     },
-    "meeting/mpi.py": {"sys.exit = ": "MPI must not be finalized after a failure"},
-    "process_exit.py": {
+    "mpi/meeting.py": {"sys.exit = ": "MPI must not be finalized after a failure"},
+    "core/process_exit.py": {
         "libc.on_exit(": "the same at the end of the process, and Horovod's",
         "Py_IncRef(": "Gloo's destructors wait for a thread, in forks and after failures",
     },
-    "training/optimizer.py": {"optimizer.__class__ = ": "isinstance() and the state of the optimizer stay"},
+    "core/training/optimizer.py": {
+        "optimizer.__class__ = ": "isinstance() and the state of the optimizer stay"
+    },
 }
 """File -> what changes something that code outside of the package sees: a part of the line, and why."""
 

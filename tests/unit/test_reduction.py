@@ -8,10 +8,16 @@ from typing import cast
 import pytest
 import torch
 
-from dualdist.agreement.matching import payload_capacity
-from dualdist.backends.base import Group, Work
-from dualdist.collectives.reduction import Reduction, neutral, payload_of, reduce_payloads, reduce_tensors
-from dualdist.types import Average, Max, Min, Product, Sum
+from dualdist.core.agreement.matching import payload_capacity
+from dualdist.core.backends.base import Group, Work
+from dualdist.core.collectives.reduction import (
+    Reduction,
+    neutral,
+    payload_of,
+    reduce_payloads,
+    reduce_tensors,
+)
+from dualdist.core.types import Average, Max, Min, Product, Sum
 
 from .test_movement import Done
 

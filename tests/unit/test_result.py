@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from dualdist.agreement.call import BARRIER, Call
-from dualdist.agreement.channel import Request
-from dualdist.agreement.matching import ACTIVE
+from dualdist.core.agreement.call import BARRIER, Call
+from dualdist.core.agreement.channel import Request
+from dualdist.core.agreement.matching import ACTIVE
 
 Job = tuple[Request[object], Callable[[], object]]
 jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dualdist.agreement.guard import awaited, is_blocked, waiting_for
+from dualdist.core.agreement.guard import awaited, is_blocked, waiting_for
 
 ONE, OTHER = object(), object()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dualdist.core.launch.environment import read_settings
+from dualdist.core.types import NEVER_SECONDS, Settings
 from dualdist.errors import ConfigurationError
-from dualdist.launch.environment import read_settings
-from dualdist.types import NEVER_SECONDS, Settings
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-from dualdist.backends.shared_memory.mesh import Memory, make_memory
+from dualdist.shared_memory.mesh import Memory, make_memory
 
 
 def test_a_core_dump_leaves_the_memory_out() -> None:

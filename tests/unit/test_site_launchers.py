@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from dualdist.core.launch import Launcher, detect
+from dualdist.core.launch.environment import without_launchers
+from dualdist.core.launch.launchers import registered_launchers
 from dualdist.errors import ConfigurationError
-from dualdist.launch import Launcher, detect
-from dualdist.launch.environment import without_launchers
-from dualdist.launch.launchers import registered_launchers
 
 from . import test_detect
 from .test_detect import numbers

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dualdist.core.meeting.boards import slurm_board
+from dualdist.core.meeting.member import Meeting
 from dualdist.errors import ConfigurationError
-from dualdist.meeting.boards import slurm_board
-from dualdist.meeting.member import Meeting
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "localhost,node[2-3]"}
 

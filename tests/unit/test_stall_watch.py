@@ -13,13 +13,13 @@ from unittest import mock
 
 import pytest
 
-from dualdist.agreement import call as kinds
-from dualdist.agreement import watch as watch_module
-from dualdist.agreement.call import Call
-from dualdist.agreement.guard import Guard
-from dualdist.agreement.watch import StallWatch, WatchedChannel
+from dualdist.core.agreement import call as kinds
+from dualdist.core.agreement import watch as watch_module
+from dualdist.core.agreement.call import Call
+from dualdist.core.agreement.guard import Guard
+from dualdist.core.agreement.watch import StallWatch, WatchedChannel
+from dualdist.core.types import Settings
 from dualdist.errors import StallError
-from dualdist.types import Settings
 
 from ..helpers.collected_warnings import warned
 

@@ -87,7 +87,7 @@ def print_surface(module_name: str) -> None:
 IMPORTS = """
 import sys
 sys.modules["horovod"] = None  # importing it fails now, as when it is not installed
-import dualdist, dualdist.launch, dualdist.meeting
+import dualdist, dualdist.core.launch, dualdist.core.meeting
 print(*[name for name in ("torch", "numpy", "dualdist.elastic", "http.server") if name in sys.modules])
 dualdist.Sum, dualdist.StallError, dir(dualdist)
 print("torch" in sys.modules)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from dualdist import accelerator
-from dualdist.backends.base import Work
-from dualdist.backends.through_host import ThroughHost
+from dualdist.core import accelerator
+from dualdist.core.backends.base import Work
+from dualdist.core.types import Sum
+from dualdist.devices.through_host import ThroughHost
 from dualdist.errors import HorovodInternalError
-from dualdist.types import Sum
 
 from .test_movement import Done
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.agreement.timeline import TraceFile
+from dualdist.observation.timeline import TraceFile
 
 from ..helpers.forks import forked
 from ..helpers.trace_reader import read_marks, read_spans

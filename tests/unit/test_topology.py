@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dualdist.launch import Place, nodes, topology
+from dualdist.core.launch import Place, nodes, topology
 
 # places -> (local_rank, local_size, cross_rank, cross_size) of each rank, counted by hand
 CASES: dict[str, tuple[list[Place], list[tuple[int, int, int, int]]]] = {

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dualdist import accelerator
-from dualdist.backends import check_transport, torch_interface
-from dualdist.backends import torch as backend_module
-from dualdist.backends.torch import Offer, TorchBackend, agreed_transport
-from dualdist.backends.torch_groups import TorchGroups
-from dualdist.types import Launch, Settings
+from dualdist.core import accelerator
+from dualdist.core.backends import check_transport, torch_interface
+from dualdist.core.backends import torch as backend_module
+from dualdist.core.backends.torch import Offer, TorchBackend, agreed_transport
+from dualdist.core.backends.torch_groups import TorchGroups
+from dualdist.core.types import Launch, Settings
 
 CUDA = {"cpu": "gloo", "cuda": "nccl"}
 NCCLS = ("nccl", "nccl2", "nccl-legacy", "nccl-lazy", "ncclx")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.agreement.call import BARRIER, Call, Record
-from dualdist.agreement.usage import KINDS, Report, Usage, combined, lines
 from dualdist.cli import main
+from dualdist.core.agreement.call import BARRIER, Call, Record
+from dualdist.observation.usage import KINDS, Report, Usage, combined, lines
 
 from ..helpers.requirements import need_modules
 

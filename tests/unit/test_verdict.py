@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from dualdist.agreement.call import ALLREDUCE, JOIN, Call
-from dualdist.agreement.connections import Connections, _Peer
-from dualdist.agreement.matching import ACTIVE, FAILED, JOINED, PendingCall, Verdict, agree
+from dualdist.core.agreement.call import ALLREDUCE, JOIN, Call
+from dualdist.core.agreement.connections import Connections, _Peer
+from dualdist.core.agreement.matching import ACTIVE, FAILED, JOINED, PendingCall, Verdict, agree
 from dualdist.errors import HorovodInternalError
 
 from .test_connections import each_of

@@ -31,9 +31,9 @@ def run_python(source: str, *arguments: str) -> subprocess.CompletedProcess[str]
 def test_help_some_modules_and_a_script_that_exports_the_environment_need_no_torch() -> None:
     source = """
 import contextlib, os, sys; sys.modules["torch"] = None
-import dualdist.meeting, dualdist.processes.function
+import dualdist.core.meeting, dualdist.processes.function
 from dualdist.cli import main
-from dualdist.launch import export_environment
+from dualdist.core.launch import export_environment
 for words in (["--help"], ["--version"], ["run", "--help"], ["doctor", "--help"]):
     with contextlib.suppress(SystemExit):
         main(words)

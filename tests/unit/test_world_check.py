@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dualdist.cli.world_check import (
+from dualdist.doctor.world_check import (
     Problem,
     ProcessFacts,
     WorldFacts,
@@ -18,7 +18,7 @@ from dualdist.cli.world_check import (
     find_warnings,
     installed_versions,
 )
-from dualdist.cli.world_links import Link
+from dualdist.doctor.world_links import Link
 
 GOOD = ProcessFacts(
     rank=0,

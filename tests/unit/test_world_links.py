@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dualdist.cli import world_links
-from dualdist.cli.world_links import Link, measure_links
+from dualdist.doctor import world_links
+from dualdist.doctor.world_links import Link, measure_links
 
 LATE = 60.0
 

@@ -1,0 +1,1 @@
+"""The layer that stands alone: it imports nothing of the other folders, which all stand on it."""

@@ -1,0 +1,617 @@
+"""Finds the ranks that a collective waits for, on every backend.
+
+A rank that has waited for `stall_warn_seconds` reports this to rank 0, which asks all members what they are doing and
+logs which ranks are missing for which call. One thread per rank does this, so collectives do not slow down. When a call
+fails, its rank asks the members itself, for the error. Another thread answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hmac
+import json
+import math
+import secrets
+import select
+import socket
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ...errors import logger
+from ...observation.usage import Report, Usage, combined, lines, shares
+from ..checks import shown_ranks
+from ..types import Settings
+from .call import LONGEST_TEXT, Call, Record
+
+# Questions between ranks that are answered at any time, such as what a rank is doing.
+#
+# Every rank answers from a thread that does nothing else, so it does while its other threads wait. A process that has
+# ended refuses the connection; one that is stopped, or behind a cut link, does not answer. The store cannot be used for
+# this: nobody can read it while the rank that serves it is stopped.
+
+_TOKEN_BYTES = 16
+_LONGEST = 1 << 16
+"""Bytes of a question or an answer."""
+_MOST_CALLERS = 64
+"""How many connections are open at a time; for the next one, the oldest is closed."""
+_SHORTAGE_SECONDS = 0.1
+"""How long the server waits when it cannot accept a connection, for example because too many files are open."""
+
+
+class Contact(NamedTuple):
+    """Where a rank answers questions."""
+
+    host: str
+    port: int
+    token: str
+    """In hexadecimal digits. The server answers only questions that begin with it."""
+
+
+class StatusServer:
+    """Answers questions, on a free port of `address`.
+
+    answer: takes a question and returns the answer, both as values of JSON. It must return at once.
+    """
+
+    def __init__(self, address: str, answer: Callable[[Any], Any]) -> None:
+        self._answer = answer
+        self._listener = socket.create_server((address, 0), backlog=1024)
+        self._listener.setblocking(False)
+        token = secrets.token_hex(_TOKEN_BYTES)
+        self.contact = Contact(address, self._listener.getsockname()[1], token)
+        self._callers: dict[int, tuple[socket.socket, bytearray]] = {}
+        """The open connections by descriptor, the oldest first, with what each has sent."""
+        self._poll = select.poll()
+        self._poll.register(self._listener, select.POLLIN)
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="dualdist-status", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering: from now on, connections are refused."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+        self._listener.close()
+
+    def abandon(self) -> None:
+        """In a forked process, close its descriptor of the port. The parent continues to answer."""
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while not self._closing:
+            for descriptor, _ in self._poll.poll():
+                if descriptor in self._callers:
+                    self._read(descriptor)
+                elif descriptor == self._listener.fileno():
+                    self._accept()
+        for descriptor in list(self._callers):
+            self._forget(descriptor)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            if not self._closing:
+                time.sleep(_SHORTAGE_SECONDS)
+            return
+        connection.setblocking(False)
+        if len(self._callers) == _MOST_CALLERS:
+            self._forget(next(iter(self._callers)))
+        self._callers[connection.fileno()] = connection, bytearray()
+        self._poll.register(connection, select.POLLIN)
+
+    def _read(self, descriptor: int) -> None:
+        connection, read = self._callers[descriptor]
+        part = b""
+        with contextlib.suppress(OSError):
+            part = connection.recv(_LONGEST)
+        read += part
+        if part and not read.endswith(b"\n") and len(read) < _LONGEST:
+            return
+        token, _, question = bytes(read).partition(b" ")
+        if hmac.compare_digest(token, self.contact.token.encode()):
+            with contextlib.suppress(OSError, ValueError):
+                connection.send(json.dumps(self._answer(json.loads(question))).encode() + b"\n")
+        self._forget(descriptor)
+
+    def _forget(self, descriptor: int) -> None:
+        self._poll.unregister(descriptor)
+        self._callers.pop(descriptor)[0].close()
+
+
+def ask(contact: Contact, question: Any, seconds: float) -> Any:
+    """Return the answer to `question`, which must arrive within `seconds`.
+
+    Raises ConnectionError when the process has ended, another OSError, such as TimeoutError, without an answer.
+    """
+    deadline = time.monotonic() + seconds
+    answer = bytearray()
+    with socket.create_connection((contact.host, contact.port), seconds) as connection:
+        connection.sendall(f"{contact.token} {json.dumps(question)}\n".encode())
+        while not answer.endswith(b"\n"):
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
+            part = connection.recv(_LONGEST)
+            if not part or len(answer) > _LONGEST:
+                raise ConnectionError(f"no rank answers at {contact.host}:{contact.port}")
+            answer += part
+    try:
+        return json.loads(answer)
+    except ValueError:
+        raise ConnectionError(f"another program answers at {contact.host}:{contact.port}") from None
+
+
+# What each member of a process set is doing while a call waits for some of them.
+
+WAITING, LEFT, ABSENT, SILENT, ENDED = "waiting", "left", "absent", "silent", "ended"
+"""A rank waits in the call, has left it, has not made it yet, does not answer, or its process has ended."""
+BEHIND, INTERRUPTED, SUSPENDED, FOLLOWED = "behind", "interrupted", "suspended", "followed"
+"""A rank waits in another call of the same process set, an exception has ended a call on this rank alone, its process
+did not run for so long that the others gave up, or its process has ended because of another rank, as it has said."""
+
+
+class Doing(NamedTuple):
+    """What one rank is doing."""
+
+    kind: str
+    text: str
+    call: str = ""
+    """The call in which the rank waits, if it waits."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What each member is doing, by its global rank."""
+
+    members: Mapping[int, Doing]
+    has_failed: bool = False
+    """Whether the backend has failed, so that the call did not wait for ranks that are late."""
+    causes: Collection[int] = ()
+    """The ranks because of which others have given up calls, as they have said."""
+    succeeded: Collection[int] = ()
+    """Ranks that have left the world, but not because of an exception."""
+
+    def ranks(self, *kinds: str) -> list[int]:
+        """Return the ranks that do one of `kinds`."""
+        return [rank for rank, doing in self.members.items() if doing.kind in kinds]
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not made the call, or that died or stopped in it.
+
+        A rank that waits in another call is not missing if one has died or stopped: it waits for that one, too. If the
+        backend has failed, others may come later, answer slowly, or end because of the failure.
+        """
+        if self.ranks(SUSPENDED):
+            gone = self.ranks(SILENT, INTERRUPTED, SUSPENDED)
+        else:
+            gone = self._ended()
+            if not gone or not self.has_failed:
+                gone += self.ranks(SILENT)
+        if self.has_failed:
+            return sorted(gone)
+        absent = self.ranks(ABSENT) if gone else self.ranks(ABSENT, BEHIND)
+        return sorted([*absent, *gone])
+
+    def _ended(self) -> list[int]:
+        """Return the ranks that have ended first, as far as this rank can know."""
+        ended = self.ranks(INTERRUPTED, ENDED)
+        # Launchers end ranks that had no time to say why. The others have named the first one before.
+        named = [rank for rank in ended if rank in self.causes]
+        failed = [rank for rank in ended if rank not in self.succeeded]
+        return named or failed or ended or (list(self.causes) if self.ranks(FOLLOWED) else [])
+
+    def __str__(self) -> str:
+        """Return what errors show: the missing ranks, then a row for each thing that ranks are doing."""
+        missing = self.missing
+        groups: dict[Doing, list[int]] = defaultdict(list)
+        known = [rank for rank in missing if rank in self.members]  # the cause may be in another process set
+        for rank in [*known, *(rank for rank in self.members if rank not in missing)]:
+            groups[self.members[rank]].append(rank)
+        rows = [f"  {shown_ranks(ranks)}: {doing.text}" for doing, ranks in groups.items()]
+        return "\n".join([f"missing ranks: {missing}.", *rows])
+
+
+_STALLED_SECONDS = 5.0
+"""How long to wait for the other ranks' answers when a call has stalled."""
+_FAILED_SECONDS = 2.0
+"""The same when the backend has failed: an elastic job continues soon."""
+_MOST_QUESTIONS = 32
+"""How many ranks to ask at a time."""
+_LOOK_SECONDS = 60.0
+"""How often rank 0 looks whether the others wait for one rank."""
+_LAST_CALLS = 200
+"""How many calls a rank remembers."""
+GAVE_UP, ASKED = "a call failed or stalled", "a rank received SIGUSR2"
+"""Why ranks write a file for `dualdist hang`."""
+
+CallKey = tuple[str, str | None]
+"""`Call.key`: which calls of the members match."""
+
+
+class WatchedChannel:
+    """What this rank does on one channel, for itself and for the other members, which may ask."""
+
+    def __init__(
+        self, watch: StallWatch, name: str, ranks: tuple[int, ...], pending: Callable[[], Iterable[Call]]
+    ) -> None:
+        self._watch, self.name, self.ranks, self._pending = watch, name, ranks, pending
+        self.number = 0
+        """How many calls began. Equal on all members when they are in step."""
+        self.wait: tuple[int, Call, float] | None = None
+        """The call for which this rank waits, its number, and since when."""
+        self.reported = 0
+        """The number of the last call of which this rank has reported that it waits too long."""
+        self.gave_up = False
+        """Whether `wait` stalled. It is kept: other members give up at the same time, and their errors show it."""
+        self.notice: str | None = None
+        """What another rank found when it gave up its call."""
+        self._is_from_partner = False
+        """Whether `notice` is from a rank for which this one was not missing: it waited for the same call."""
+        self.is_crossed = False
+        """Whether another rank gave up its call while this rank waited for another one."""
+        self.failures: dict[str, str] = {}
+        """Step -> what another rank was the first to report with `report_failure`."""
+        self.agreed = 0
+        """How many calls the members have agreed on."""
+        self._record: Record | None = None
+        """The current call's record. Set only for channels without agreements."""
+
+    @property
+    def process_set(self) -> str:
+        """The name of its process set, which may have several channels."""
+        return self.name.partition(",")[0]
+
+    def begin(self, call: Call) -> None:
+        """Start watching `call`. The members wait for it, or for another pending one."""
+        self.number += 1
+        self.wait = self.number, call, time.monotonic()
+        if self._pending is tuple:  # see StallWatch.add_channel
+            self._record = Record(call, time.time_ns())
+            self.keep(self._record)
+            self.agree(self._record)
+
+    def end(self) -> None:
+        """Stop watching the call."""
+        if not self.gave_up:
+            self.wait = None
+            if self._record is not None:
+                self._record.ended = time.time_ns()
+
+    def keep(self, record: Record) -> None:
+        """Add a call that this rank makes to its last ones."""
+        record.channel = self.name
+        self._watch.last_calls.append(record)
+
+    def agree(self, record: Record | None) -> None:
+        """Count a call on which the members have agreed. record: that of this rank, if it has made the call."""
+        self.agreed += 1
+        if record is not None:
+            record.number, record.agreed = self.agreed, time.time_ns()
+
+    @property
+    def last_call(self) -> Call | None:
+        """The last call of this rank on any channel."""
+        last_calls = self._watch.last_calls
+        return last_calls[-1].call if last_calls else None
+
+    def dump(self, why: str) -> Callable[[], str]:
+        """Do as `StallWatch.dump`."""
+        return self._watch.dump(why, time.time_ns())
+
+    def interrupt(self, error: str) -> None:
+        """Record that `error` ends the call on this rank alone."""
+        self._watch.interrupted[self.process_set] = error[:LONGEST_TEXT]
+
+    def survey(self, *, has_failed: bool = False) -> Survey:
+        """Return what the members are doing, seen from the current call, or from none.
+
+        has_failed: the backend has failed; otherwise the call has stalled.
+        """
+        wait = self.wait
+        number, key = (self.number, ("", None)) if wait is None else (wait[0], wait[1].key)
+        return self._watch.survey(self, number, key, has_failed=has_failed)
+
+    def give_up(self) -> str:
+        """Return why the current call has stalled, and let the ranks that answer know that this rank gives it up."""
+        survey = self.survey()
+        self.gave_up = True
+        self._say_why(survey, str(survey))
+        # A partner may have left the world since its notice, so that this rank would find that it has ended.
+        return self.notice if self.notice is not None and self._is_from_partner else str(survey)
+
+    def fail(self, succeeded: Collection[int] = ()) -> Survey:
+        """Return what the members are doing when the backend has failed, and let them know why this rank gives up.
+
+        succeeded: ranks that have left the world, but not because of an exception.
+        """
+        survey = replace(self.survey(has_failed=True), succeeded=succeeded)
+        if survey.missing:
+            self._say_why(survey)
+        return survey
+
+    def _say_why(self, survey: Survey, text: str = "") -> None:
+        """Let all ranks know what this rank has found: it may end. text: what to say of the call, if it has stalled."""
+        wait = self.wait
+        call = "no collective" if wait is None else wait[1].brief
+        gone = survey.ranks(*([SILENT, INTERRUPTED] if text else []), ENDED, FOLLOWED)
+        self._watch.tell(
+            [rank for rank in range(self._watch.size) if rank not in gone],
+            ["notice", self.name, self._watch.rank, survey.missing, call, text, time.time_ns()],
+        )
+
+    def take_notice(self, text: str, is_missing: bool) -> None:
+        """Record what another rank found when it gave up its call. is_missing: whether this rank was missing."""
+        if not self._is_from_partner:
+            self.notice, self._is_from_partner = text, not is_missing
+        self.is_crossed |= is_missing and self.wait is not None
+
+    def report_failure(self, step: str, text: str) -> None:
+        """Let `failures[step]` be `text` on the other members. Waits a few seconds at most."""
+        self._watch.tell(self.ranks, ["failure", self.name, step, text])
+
+    def position(self, key: CallKey) -> tuple[int, bool, str]:
+        """Return how many calls began, whether one with `key` waits, and the call that waits."""
+        wait = self.wait
+        if wait is None:
+            return self.number, False, ""
+        number, call, _ = wait
+        has_key = any(begun.key == key for begun in (call, *self._pending()))
+        return number, has_key, call.brief
+
+
+class StallWatch:
+    """Watches the collectives of one world for missing ranks."""
+
+    def __init__(self, rank: int, size: int, address: str, settings: Settings) -> None:
+        self.rank, self.size = rank, size
+        self._settings = settings
+        self.channels: dict[str, WatchedChannel] = {}
+        self._due: dict[tuple[str, int, CallKey], float] = {}
+        """(channel, number, key) -> when to ask the members and log; infinite afterwards. Others may be a little late.
+        """
+        shortest = min(settings.stall_warn_seconds, settings.stall_timeout_seconds)
+        self._pause = min(5.0, max(0.02, shortest / 8))
+        self._next_tick = math.inf
+        """When the thread should check again; infinite while it checks."""
+        self._suspension, self._suspension_end = 0.0, -math.inf
+        """How long no thread could run, as in a process that was stopped (SIGSTOP), and until when."""
+        self._stopping = threading.Event()
+        self._server = StatusServer(address, self._answer) if size > 1 else None
+        self._contacts: Sequence[Contact] = ()
+        self._reasons: dict[int, tuple[list[int], str]] = {}
+        """Rank -> because of which ranks it has given up a call, and which one. Every rank says so before it ends."""
+        self.interrupted: dict[str, str] = {}
+        """Process set -> the error that has ended a call of one of its channels on this rank alone."""
+        self.last_calls: deque[Record] = deque(maxlen=_LAST_CALLS)
+        self.usage = Usage()
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._spent: Sequence[Sequence[int]] = ()
+        """On rank 0: of each rank what `usage.values` was when it was last asked."""
+        self._slow: Report | None = None
+        self.dump: Callable[[str, int], Callable[[], str]] = lambda why, asked: str
+        """Starts to write a file (observation/dump.py) because of `why`, which the first rank asked for at `asked`.
+
+        Returns a function that waits for that, at most 2 s, and returns a sentence that names the file, or "".
+        """
+        self.check: Callable[[], None] = lambda: None
+        """Called by the thread that looks for stalls, every few seconds."""
+        self._thread = threading.Thread(target=self._check_repeatedly, name="dualdist-stall", daemon=True)
+
+    @property
+    def contact(self) -> Contact | None:
+        """Where this rank answers questions; None in a world of one process."""
+        return None if self._server is None else self._server.contact
+
+    def start(self, contacts: Sequence[Contact]) -> None:
+        """Start watching. contacts: of all ranks of the world."""
+        self._contacts = contacts
+        if self._server is not None:
+            self._thread.start()
+
+    def add_channel(
+        self, name: str, ranks: tuple[int, ...], pending: Callable[[], Iterable[Call]] = tuple
+    ) -> WatchedChannel:
+        """Add a channel, whose members have the global ranks `ranks`.
+
+        pending: returns the calls that have begun. Without it, calls are not agreed on, and recorded here.
+        """
+        channel = self.channels[name] = WatchedChannel(self, name, ranks, pending)
+        return channel
+
+    def survey(
+        self, channel: WatchedChannel, number: int, key: CallKey, *, has_failed: bool = False
+    ) -> Survey:
+        """Return what the members of `channel` are doing, seen from a call with this number and key."""
+        seconds = _FAILED_SECONDS if has_failed else _STALLED_SECONDS
+        seconds = min(seconds, self._settings.stall_timeout_seconds)
+
+        def ask(rank: int) -> Doing:
+            return self._doing(rank, channel, number, key, seconds)
+
+        with ThreadPoolExecutor(min(_MOST_QUESTIONS, len(channel.ranks)), "dualdist-survey") as pool:
+            try:
+                found = list(pool.map(ask, channel.ranks))
+            except RuntimeError:  # the interpreter ends, and starts no thread
+                found = list(map(ask, channel.ranks))
+        if has_failed and self._server is not None:
+            self._try_to_ask(self.rank, ["", channel.name])  # reads first what ranks said before they ended
+        members = dict(zip(channel.ranks, found, strict=True))
+        for rank, doing in members.items():
+            if doing.kind == ENDED and rank in self._reasons:
+                causes, call = self._reasons[rank]
+                members[rank] = Doing(FOLLOWED, f"ended because of {shown_ranks(causes)}, in {call}")
+        return Survey(members, has_failed, {rank for causes, _ in self._reasons.values() for rank in causes})
+
+    def tell(self, ranks: Iterable[int], message: Any) -> None:
+        """Send `message` to those of the other `ranks` that answer. Waits a few seconds at most."""
+        others = [rank for rank in ranks if rank != self.rank]
+        pool = ThreadPoolExecutor(min(_MOST_QUESTIONS, len(others) or 1), "dualdist-tell")
+        with pool, contextlib.suppress(RuntimeError):  # the interpreter ends, and the connections with it
+            pool.map(lambda rank: self._try_to_ask(rank, message), others)
+
+    def close(self) -> None:
+        """End the watch."""
+        self._stopping.set()
+        self.check = lambda: None
+        if self._server is not None:
+            self._server.close()
+        if self._thread.is_alive():
+            self._thread.join(_STALLED_SECONDS)
+
+    def abandon(self) -> None:
+        """In a forked process, close its descriptors. Local."""
+        if self._server is not None:
+            self._server.abandon()
+
+    def _doing(self, rank: int, channel: WatchedChannel, number: int, key: CallKey, seconds: float) -> Doing:
+        question = ["position", channel.name, key]
+        try:
+            answer = self._ask(rank, question, seconds)
+        except ConnectionError:
+            return Doing(ENDED, "process ended, or called shutdown()")
+        except OSError:
+            slow = "" if seconds > _FAILED_SECONDS else f" for {seconds:g} s: slow,"
+            return Doing(SILENT, f"no answer{slow or ':'} stopped, or cut off from the network")
+        (began, has_key, call), elsewhere, suspended, interrupted = answer
+        where = f"waiting in {call or elsewhere}" if call or elsewhere else "in no collective"
+        if interrupted is not None:
+            return Doing(INTERRUPTED, f"interrupted by an exception: {interrupted}")
+        if began > number or (began == number and not call):
+            return Doing(LEFT, f"done with this call, {where}")
+        if suspended is not None:
+            how_long = f"did not run for {suspended:.0f} s"
+            return Doing(
+                SUSPENDED, f"{how_long}: stopped, or a thread kept Python's global lock; now {where}"
+            )
+        if not call:
+            return Doing(ABSENT, where)
+        return Doing(WAITING if began == number and has_key else BEHIND, where, call)
+
+    def _ask(self, rank: int, question: Any, seconds: float) -> Any:
+        return self._answer(question) if rank == self.rank else ask(self._contacts[rank], question, seconds)
+
+    def _try_to_ask(self, rank: int, question: Any) -> bool:
+        with contextlib.suppress(OSError):
+            ask(self._contacts[rank], question, _FAILED_SECONDS)
+            return True
+        return False
+
+    def _answer(self, question: Any) -> Any:
+        about, name, *rest = question
+        channel = self.channels.get(name) or WatchedChannel(self, name, (), tuple)  # not added yet
+        if about == "report":
+            number, (kind, call_name) = rest
+            self._make_due(name, number, (kind, call_name))
+        elif about == "notice":
+            rank, missing, call, text, asked = rest
+            self.dump(GAVE_UP, asked)
+            self._reasons.setdefault(rank, (missing, call))  # a later one may be a consequence
+            if text and self.rank in channel.ranks:
+                channel.take_notice(text, self.rank in missing)
+        elif about == "dump":
+            self.dump(ASKED, rest[0])
+        elif about == "spent":
+            return self.usage.values()
+        elif about == "failure":
+            step, text = rest
+            channel.failures.setdefault(step, text)  # a later one may be a consequence
+        elif about == "position":
+            ((kind, call_name),) = rest
+            elsewhere = (
+                f"{wait[1].brief} of process {other.process_set}"
+                for other in list(self.channels.values())
+                if other is not channel and (wait := other.wait) is not None and not other.gave_up
+            )
+            position = channel.position((kind, call_name))
+            interrupted = self.interrupted.get(channel.process_set)
+            return position, next(elsewhere, ""), self._suspended_seconds(), interrupted
+        return None
+
+    def _check_repeatedly(self) -> None:
+        while not self._ends_after_pause():
+            self._report()
+            self._log()
+            if self.rank == 0 and time.monotonic() >= self._next_look and self._settings.slow_warn_share < 1:
+                self.look_for_slow_rank()
+            self.check()
+
+    def _ends_after_pause(self) -> bool:
+        """Wait for one pause. Return whether the watch has ended meanwhile."""
+        self._next_tick = time.monotonic() + self._pause
+        ends = self._stopping.wait(self._pause)
+        now = time.monotonic()
+        late, self._next_tick = now - self._next_tick, math.inf
+        if late >= self._settings.stall_timeout_seconds:
+            self._suspension, self._suspension_end = late, now
+        return ends
+
+    def _suspended_seconds(self) -> float | None:
+        """Return how long no thread could run recently; None if not for as long as the others wait."""
+        now, most = time.monotonic(), self._settings.stall_timeout_seconds
+        if now - self._next_tick >= most:  # the thread has not had the time to notice it
+            return now - self._next_tick
+        return self._suspension if now - self._suspension_end < 2 * most else None
+
+    def _report(self) -> None:
+        """Report to rank 0 which calls have waited too long. If it does not answer, this rank logs them itself."""
+        for channel in list(self.channels.values()):
+            wait = channel.wait
+            if wait is None or channel.gave_up:
+                continue
+            number, call, since = wait
+            is_late = time.monotonic() - since >= self._settings.stall_warn_seconds
+            if not is_late or number == channel.reported:
+                continue
+            channel.reported = number
+            report = channel.name, number, call.key
+            if self.rank == 0 or not self._try_to_ask(0, ["report", *report]):
+                self._make_due(*report)
+
+    def look_for_slow_rank(self) -> None:
+        """On rank 0, log it if the others have waited for one rank since the last call. Waits a few seconds at most."""
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        before, self._spent, ranks = self._spent, (), range(self.size)
+        pool = ThreadPoolExecutor(_MOST_QUESTIONS, "dualdist-spent")
+        with contextlib.suppress(OSError, FutureTimeoutError):
+            ask_rank = functools.partial(self._ask, question=["spent", ""], seconds=_FAILED_SECONDS)
+            self._spent = list(pool.map(ask_rank, ranks, timeout=_FAILED_SECONDS))
+        pool.shutdown(wait=False, cancel_futures=True)
+        both = enumerate(zip(before, self._spent, strict=False))  # one may be empty
+        rows = [shares(*spent, rank, self.size) for rank, spent in both]
+        self._slow = combined(rows, self._slow) if rows else None
+        if self._slow is not None and self._slow["share"] >= self._settings.slow_warn_share:
+            logger.warning("%s DUALDIST_SLOW_WARN_SHARE=1 turns this message off.", lines(self._slow)[-1])
+
+    def _make_due(self, channel: str, number: int, key: CallKey) -> None:
+        self._due.setdefault((channel, number, key), time.monotonic() + 2 * self._pause)
+
+    def _log(self) -> None:
+        now = time.monotonic()
+        for report in [report for report, due in list(self._due.items()) if due <= now]:
+            self._due[report] = math.inf
+            name, number, key = report
+            if name not in self.channels:  # this rank is late in adding it
+                continue
+            survey = self.survey(self.channels[name], number, key)
+            waiting = survey.ranks(WAITING)
+            # Without a missing rank, the late one has arrived since the report.
+            if not waiting or not survey.missing or self.rank not in (0, waiting[0]):
+                continue
+            logger.warning(
+                "Stalled for %g s: ranks %s wait in %s; missing ranks: %s.",
+                self._settings.stall_warn_seconds,
+                waiting,
+                survey.members[waiting[0]].call,
+                survey.missing,
+            )

@@ -1,0 +1,91 @@
+"""A world of one process. Every collective returns its input, so no other file needs a branch for size 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ...errors import ConfigurationError
+from ..meeting.addresses import LOOPBACK, interface_of
+from ..types import Launch, Settings
+from .base import Backend, CombinedWork, Exchange, Group, Work, temporary_environment
+from .torch_groups import DefaultGroup
+from .torch_interface import built_into_torch
+
+
+class _LocalGroup(Group):
+    def wire_device(self, device: torch.device) -> torch.device:
+        return device
+
+    def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
+        return CombinedWork(())
+
+    def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
+        return CombinedWork(())
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        output.copy_(tensor)
+        return CombinedWork(())
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Work:
+        output.copy_(tensor)
+        return CombinedWork(())
+
+    def allgather_bytes(self, message: bytes) -> list[bytes]:
+        return [message]
+
+
+class LocalBackend(Backend):
+    name = "local"
+    transport = "local"
+    rank = 0
+    size = 1
+    address = LOOPBACK
+
+    def __init__(self, settings: Settings) -> None:
+        self._default_group = DefaultGroup()
+        self._timeout = timedelta(seconds=settings.stall_timeout_seconds)
+
+    @classmethod
+    def start(
+        cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
+    ) -> LocalBackend:
+        if launch.size != 1:
+            raise ConfigurationError(
+                f"`backend` must be torch or horovod, but is 'local' instead while the world size is "
+                f"{launch.describe('size')}. The local backend is for a single process."
+            )
+        if transport is not None:
+            cls.check(transport, launch)
+        return cls(settings)
+
+    @classmethod
+    def check(cls, transport: str, launch: Launch) -> None:
+        if transport != cls.transport:
+            raise ConfigurationError(
+                f"`transport` must be absent for the local backend, but is {transport!r} instead. "
+                "Choose the backend torch to use it in a single process."
+            )
+
+    @classmethod
+    def is_running(cls) -> bool:
+        return False
+
+    @classmethod
+    def built(cls) -> Mapping[str, bool | int]:
+        return built_into_torch()
+
+    def open_process_group(self) -> None:
+        with temporary_environment({"GLOO_SOCKET_IFNAME": interface_of(self.address)}):
+            self._default_group.open({"cpu": "gloo"}, dist.HashStore(), self.rank, self.size, self._timeout)
+
+    def shutdown(self) -> None:
+        self._default_group.close()
+
+    def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
+        return [_LocalGroup(ranks, self.rank) for _ in range(count)]

@@ -1,0 +1,150 @@
+"""c10d's Store, which the ranks of a world share when they have met. Rank 0 serves one for each world.
+
+It listens only on the one address that the other ranks use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from ...errors import ConfigurationError
+from ...exec.export import export_environment
+from ...exec.pmi import process_manager
+from ..meeting import find_board, no_board
+from ..meeting.addresses import Addresses, find_addresses
+from ..meeting.boards import ADVICE, Board, PublishedBoard, given_board
+from ..meeting.member import Meeting
+from ..types import Launch
+
+
+class StoreBoard(PublishedBoard):
+    """A store that the ranks share before they meet: that of torchrun's agent, or of a process group."""
+
+    _KEY = "dualdist/rank 0"
+
+    def __init__(self, launch: Launch, env: Mapping[str, str], store: dist.Store) -> None:
+        super().__init__(launch, env)
+        self._store = store
+        if launch.restarts:
+            # torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous
+            self.advice = (
+                f"{ADVICE} If hosts join and leave, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun: "
+                "without it, its older processes may get the address of an earlier round's store."
+            )
+
+    def write(self, text: str) -> None:
+        self._store.set(self._KEY, text)
+
+    def read(self, seconds: float) -> str | None:
+        # A timeout of 0 has no end. FileStore has no class of its own for the error.
+        with contextlib.suppress(RuntimeError):
+            self._store.wait([self._KEY], timedelta(seconds=max(1e-3, seconds)))
+            return self._store.get(self._KEY).decode()
+        return None
+
+    def clear(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.delete_key(self._KEY)
+
+
+def meet(
+    launch: Launch,
+    env: Mapping[str, str],
+    seconds: float,
+    on_error: Callable[[str, bool], object] | None = None,
+) -> Meeting:
+    """Return the meeting of all launched processes. seconds: to wait for another process. on_error: see Meeting."""
+    return Meeting(_board(launch, env, seconds), launch.rank, launch.size, seconds, on_error)
+
+
+def _board(launch: Launch, env: Mapping[str, str], seconds: float) -> Board:
+    if launch.init_method != "env://" or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return _launchers_board(launch, env)
+    try:
+        store = _agents_store(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timedelta(seconds=seconds))
+    except RuntimeError as error:
+        problem = str(error).partition("\n")[0]
+        raise ConfigurationError(
+            f"torchrun's store must answer at MASTER_ADDR:MASTER_PORT={env['MASTER_ADDR']}:{env['MASTER_PORT']}, but "
+            f"does not: {problem}. Look at torchrun's output."
+        ) from error
+    return StoreBoard(launch, env, store)
+
+
+def _launchers_board(launch: Launch, env: Mapping[str, str]) -> Board:
+    """Return where the ranks meet. If the launcher gives no address, they first agree on one through PMI-1 or PMIx."""
+    board = find_board(launch, env)
+    if board is not None:
+        return board
+    if launch.starts_mpi and process_manager(env):
+        export_environment()
+        return given_board(replace(launch, init_method="env://"), os.environ)
+    how = (
+        "install mpi4py (pip install mpi4py) and use a launcher that starts MPI (mpirun, or srun --mpi=pmix)"
+    )
+    raise no_board(launch, how)
+
+
+@functools.cache
+def _agents_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+
+
+class SharedStore(NamedTuple):
+    """A store that all processes of a world share, and the addresses of these processes."""
+
+    store: dist.Store
+    addresses: Addresses
+    messages: tuple[str, ...]
+    """Of all ranks, in rank order."""
+
+
+_served: list[dist.Store] = []
+"""The last store that this process has served. Other ranks may use it when this one has left the world."""
+
+
+def open_store(meeting: Meeting, env: Mapping[str, str], seconds: float, message: str = "") -> SharedStore:
+    """Return a new store that all ranks of the meeting share. Collective.
+
+    seconds: the timeout of the store. message: for all other ranks.
+    """
+    timeout = timedelta(seconds=seconds)
+    addresses = find_addresses(meeting.rank, meeting.gather, env)
+    served = _serve(addresses.first, timeout) if meeting.rank == 0 else None
+    texts = meeting.gather(json.dumps([None if served is None else served.port, message]))
+    (port, *_), *_ = parts = [json.loads(text) for text in texts]
+    store = served or dist.TCPStore(addresses.first, port, is_master=False, timeout=timeout)
+    return SharedStore(store, addresses, tuple(text for _, text in parts))
+
+
+def connect_again(store: Any) -> dist.TCPStore:
+    """Return another connection to the server of `store`. While a thread waits in one, others cannot use it."""
+    return dist.TCPStore(store.host, store.port, is_master=False, timeout=store.timeout)
+
+
+def _serve(host: str, timeout: timedelta) -> dist.TCPStore:
+    # Before torch 2.7, which added this method, the faster server, libuv's, takes no listening socket.
+    libuv = hasattr(dist.TCPStore, "clone")
+    server = socket.create_server((host, 0), backlog=4096)
+    port = server.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=server.detach(),
+        use_libuv=libuv,
+    )
+    _served[:] = [store]
+    return store

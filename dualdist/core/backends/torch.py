@@ -1,0 +1,325 @@
+"""torch.distributed as a backend: nccl, xccl, gloo, or MPI through mpi4py.
+
+It guarantees that the collectives of one process group run in the order of the calls. dualdist adds two checks above
+it: that ranks pass the same shapes (gloo), and call the same collectives (all).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ...errors import BackendUnavailableError, ConfigurationError, logger
+from .. import accelerator
+from ..executor import Patience, in_thread, wait_for
+from ..launch import DeviceView, choose_devices, shared_devices
+from ..meeting.addresses import own_node
+from ..meeting.member import Meeting
+from ..types import Launch, Settings
+from . import needs_gpus, transport_named
+from .base import Backend, Exchange, Group, allow_open_files, temporary_environment
+from .store import SharedStore, StoreBoard, connect_again, meet, open_store
+from .torch_groups import DefaultGroup, TorchGroups, abort_process_group, gloo_interface
+from .torch_interface import (
+    adopted_config,
+    adopted_device,
+    adopted_transport,
+    bind_device,
+    built_into_torch,
+    config_of,
+    device_transport,
+    error_handling,
+    wrapped,
+)
+
+# The transport that all ranks use, agreed before any of them chooses a device.
+
+T = TypeVar("T")
+
+
+_FALLBACK = "gloo"
+"""Every host has it."""
+
+
+@dataclass(frozen=True)
+class Offer(DeviceView):
+    """What a rank reports before the transport is chosen."""
+
+    transport: str
+    """The fastest transport of this rank, or the one that the user asks for."""
+    is_asked: bool
+
+    def to_text(self) -> str:
+        """Return the offer as a line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Offer:
+        """Return the offer from which `to_text` made `text`."""
+        return cls(**json.loads(text))
+
+
+def agreed_transport(offers: Sequence[Offer], rank: int) -> str:
+    """Return the transport for all ranks. offers: of all ranks, in rank order. rank: of this process.
+
+    It is the one that a user asks for, else the fastest of all ranks if it is the same, else gloo, of which rank 0
+    warns. Raises ConfigurationError on every rank when users ask for different ones, or when processes would share a
+    device with a transport that needs one for each.
+    """
+    asked = {offer.transport: other for other, offer in reversed(list(enumerate(offers))) if offer.is_asked}
+    if len(asked) > 1:
+        said = ", ".join(f"rank {other} asks for {name!r}" for name, other in asked.items())
+        raise ConfigurationError(f"`transport` must be equal on all ranks, but {said}. Choose one of them.")
+    transports = set(asked) or {offer.transport for offer in offers}
+    transport = transports.pop() if len(transports) == 1 else _FALLBACK
+    if transports and rank == 0:
+        hosts = {name: _hosts(offers, name) for name in sorted({offer.transport for offer in offers})}
+        said = "; ".join(f"{name} on {', '.join(names)}" for name, names in hosts.items())
+        logger.warning("All ranks use %s, because their fastest transports differ: %s.", transport, said)
+    if needs_gpus(transport):
+        _check_devices(offers, transport)
+    return transport
+
+
+def _check_devices(offers: Sequence[Offer], transport: str) -> None:
+    chosen = choose_devices(offers)
+    for other, index in enumerate(chosen):
+        if index is None:
+            raise ConfigurationError(
+                f"`transport` is {transport!r}, but rank {other} on {_shown(offers[other].host)} sees no GPU. "
+                "Choose gloo, or leave its host out."
+            )
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0":
+        return  # NCCL 2.30 and later lets processes share a device; older releases raise
+    for host, ranks, devices in shared_devices(offers, chosen):
+        raise ConfigurationError(
+            f"`transport` is {transport!r}, which needs a GPU for each process, but the {ranks} processes on "
+            f"{_shown(host)} share {devices}. Start fewer processes there, or set DUALDIST_TRANSPORT=gloo to let them "
+            "share."
+        )
+
+
+def _hosts(offers: Sequence[Offer], transport: str) -> list[str]:
+    return sorted({_shown(offer.host) for offer in offers if offer.transport == transport})
+
+
+def _shown(host: str) -> str:
+    """Return the host's own name from that of `own_node`."""
+    return host.rpartition("-")[0] or host
+
+
+class TorchBackend(Backend):
+    name = "torch"
+
+    def __init__(
+        self,
+        transport: str,
+        config: Mapping[str, str],
+        device: torch.device | None,
+        shared: SharedStore,
+        settings: Settings,
+        meeting: Meeting,
+        adopted: bool,
+    ) -> None:
+        """adopted: whether the program has initialized torch.distributed."""
+        self.rank, self.size = meeting.rank, meeting.size
+        self.transport = transport_named(transport)
+        self.device = device
+        self.runs_ahead = device is not None
+        self._config = config
+        self.address = shared.addresses.own
+        self.store = shared.store
+        self._settings = settings
+        self._timeout = timedelta(seconds=settings.start_timeout_seconds)
+        self._adopted = adopted
+        self._default_group = DefaultGroup()
+        self._groups = TorchGroups(
+            self.rank,
+            config,
+            device,
+            shared.addresses.nodes,
+            shared.store,
+            self._timeout,
+            may_share=settings.shared_memory,
+        )
+        self._meeting = meeting
+        self._on_shutdown = contextlib.ExitStack()
+        """What `shutdown` undoes."""
+        self._on_shutdown.callback(meeting.close, started=False)
+
+    @classmethod
+    def is_running(cls) -> bool:
+        return dist.is_initialized()
+
+    @classmethod
+    def start(
+        cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
+    ) -> TorchBackend:
+        if cls.is_running():
+            return cls._adopt(transport, env, settings)
+        if transport is not None:
+            cls.check(transport, launch)
+        chosen = transport or device_transport() or ("mpi" if launch.starts_mpi else _FALLBACK)
+        if chosen == "mpi":
+            from ...mpi import transport as mpi
+
+            if transport is not None:
+                mpi.require(launch)
+            elif not mpi.start(launch):
+                chosen = _FALLBACK
+        views = accelerator.visible(by_uuid=needs_gpus(chosen))
+        offer = Offer(own_node(), launch.local_rank, views, chosen, is_asked=transport is not None)
+        seconds = settings.start_timeout_seconds
+        with contextlib.ExitStack() as undo, wrapped():
+            meeting = meet(launch, env, seconds)
+            undo.callback(meeting.close, started=False)
+            shared = open_store(meeting, env, seconds, offer.to_text())
+            offers = [Offer.from_text(text) for text in shared.messages]
+            chosen = agreed_transport(offers, launch.rank)
+            device, config = bind_device(chosen, offers, launch.rank), config_of(chosen)
+            variables = gloo_interface(shared.addresses.own, env) | error_handling(device, env)
+            undo.enter_context(temporary_environment(variables))
+            if "gloo" in config.values():
+                allow_open_files(launch.size)
+            started = cls(chosen, config, device, shared, settings, meeting, adopted=False)
+            if device is not None:  # torch makes no other groups for accelerators without the default group
+                started.open_process_group()
+            started._on_shutdown.push(undo.pop_all())
+        return started
+
+    @classmethod
+    def _adopt(cls, asked: str | None, env: Mapping[str, str], settings: Settings) -> TorchBackend:
+        """Use the process group that torch.distributed has already. Collective."""
+        config = adopted_config()
+        transport = adopted_transport(config)
+        if asked is not None and transport_named(asked) != transport:
+            raise ConfigurationError(
+                f"`transport` must be {transport!r}, but is {asked!r} instead: torch.distributed runs already."
+            )
+        place = (dist.get_rank(), dist.get_world_size())
+        board = StoreBoard(Launch("torch", *place), env, dist.distributed_c10d._get_default_store())
+        seconds = settings.start_timeout_seconds
+        device = adopted_device(transport)
+        views = accelerator.visible(by_uuid=needs_gpus(transport))
+        offer = Offer(own_node(), None, views, transport, is_asked=False)
+        with contextlib.ExitStack() as undo:
+            meeting = Meeting(board, *place, seconds)
+            undo.callback(meeting.close, started=False)
+            shared = open_store(meeting, env, seconds, offer.to_text())
+            if needs_gpus(transport) and device is None:
+                offers = [Offer.from_text(text) for text in shared.messages]
+                device = bind_device(transport, offers, dist.get_rank())
+            undo.pop_all()
+        adopted = cls(transport, config, device, shared, settings, meeting, adopted=True)
+        # For the groups that the adopted world makes from now on.
+        adopted._on_shutdown.enter_context(temporary_environment(error_handling(device, env)))
+        return adopted
+
+    @classmethod
+    def check(cls, transport: str, launch: Launch) -> None:
+        family = transport_named(transport)
+        if needs_gpus(family) and device_transport() != family:
+            built = (
+                "" if dist.is_backend_available(transport) else f", since torch is built without {transport}"
+            )
+            kinds = dist.Backend.backend_capability.get(family)
+            kind = kinds[0].upper() if kinds else "fitting"
+            raise BackendUnavailableError(
+                f"`transport` is {transport!r}, but no {kind} device is usable{built}. Choose gloo."
+            )
+        if transport == "mpi" and not launch.starts_mpi and launch.size > 1:
+            raise BackendUnavailableError(
+                f"`transport` must be gloo or nccl under {launch.launcher}, but is 'mpi' instead. "
+                "Start with a launcher that starts MPI (mpirun, srun --mpi=pmix), or choose gloo."
+            )
+        if transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
+            raise BackendUnavailableError(
+                "`transport` is 'mpi', but mpi4py is not installed. "
+                "Install MPI and mpi4py (pip install mpi4py), or choose gloo."
+            )
+
+    def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
+        return self.start_step(functools.partial(self._groups.make, ranks, count, exchange))
+
+    def new_members_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
+        return self.start_step(
+            functools.partial(self._groups.make, ranks, count, exchange, among_members=True)
+        )
+
+    def start_step(self, step: Callable[[], T]) -> T:
+        def run() -> T:
+            if self.device is not None:  # each thread has a current device of its own
+                accelerator.bind(self.device)
+            return step()
+
+        if self._meeting is None:
+            if self.transport == "mpi":
+                return step()
+            # After its timeout, torch's store asks the server once more, and waits for the answer without a timeout
+            # (TCPStore::doWait). Through a link that is cut, no answer arrives.
+            longest = self._timeout.total_seconds() + self._settings.start_timeout_seconds
+            return wait_for(in_thread(run), Patience(lambda: False, longest))
+        # torch has timeouts of its own, but MPI has none for a new communicator.
+        seconds = self._settings.start_timeout_seconds if self.transport == "mpi" else None
+        return self._meeting.wait_for(in_thread(run), seconds)
+
+    def finish_start(self) -> None:
+        super().finish_start()
+        timeout = timedelta(seconds=self._settings.stall_timeout_seconds)
+        if timeout == self._timeout:
+            return
+        self._timeout = timeout
+        self.store.set_timeout(timeout)
+        self._default_group.set_timeout(timeout)
+        self._groups.set_timeout(timeout)
+
+    def open_process_group(self) -> None:
+        if dist.is_initialized():
+            return
+        # NCCL has threads that wait in a store. Otherwise one connection is enough, and each takes time.
+        store = self.store if self.device is None else connect_again(self.store)
+        place = self.rank, self.size, self._timeout, self.device
+        self.start_step(lambda: self._default_group.open(self._config, store, *place))
+
+    def abort_default_group(self) -> None:
+        group = self._default_group.group  # read once: `shutdown` may run in another thread
+        if group is not None:
+            group.abort()
+
+    def shutdown(self) -> None:
+        with self._on_shutdown:
+            if self._adopted:
+                self._groups.close()
+            end = abort_process_group if self._groups.are_aborted else dist.destroy_process_group
+            # The end of the default group would wait for all groups.
+            default = self._default_group.group
+            is_stuck = self._groups.are_stuck or not (default is None or default.abort_ends())
+            self._default_group.close(self.keep_process_groups if is_stuck else end)
+
+    def abandon(self) -> None:
+        self._groups.abandon()
+
+    def transport_of(self, device: str) -> str:
+        return adopted_transport({"cpu": self._config["cpu"]}) if device == "cpu" else self.transport
+
+    @classmethod
+    def built(cls) -> Mapping[str, bool | int]:
+        return built_into_torch()
+
+    def facts(self) -> Mapping[str, bool | int]:
+        mpi, threads = self.transport == "mpi", False
+        if mpi and importlib.util.find_spec("mpi4py") is not None:
+            from mpi4py import MPI
+
+            threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        return {**self.built(), "mpi_enabled": mpi, "gloo_enabled": not mpi, "mpi_threads_supported": threads}

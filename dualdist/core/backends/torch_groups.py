@@ -1,0 +1,463 @@
+"""The groups of a world on torch.distributed: how each is made, and what it does when the other ranks fail."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import inspect
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
+
+from ...shared_memory import share_host
+from .. import accelerator
+from ..executor import CHECK_SECONDS, Patience, in_thread
+from ..meeting.addresses import INTERFACE, check_interfaces, interface_of
+from ..process_exit import never_delete, skip_destructors_at_exit
+from .base import REDUCE_OPERATIONS, Exchange, Group, Work
+from .store import connect_again
+from .torch_interface import carried_types, transport_timeout, wrapped
+
+# torch.distributed.nn.functional is imported here because its functions have the default group as the default value of
+# a parameter. Imported later, they would keep the group, with its connections, when this rank leaves the world, and
+# would use it in the next world.
+
+_CHECK_INTERVAL = timedelta(seconds=CHECK_SECONDS)
+_RING_SIZE = 8
+"""Up to this size, Gloo's allgather takes fewer steps (size - 1) than a gather and a broadcast (1 + log2(size))."""
+_ABORT_SECONDS = 30.0
+"""How long to wait for the end of NCCL's kernels after a failure."""
+_LAST_SECONDS = 5.0
+"""How long `ends_soon` waits for NCCL's kernels."""
+# Before torch 2.6, destroying a group ended its kernels too.
+abort_process_group = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+
+
+class _TorchWork(Work):
+    def __init__(
+        self, work: dist.Work, device: torch.device, patience: Patience, in_progress: set[dist.Work]
+    ) -> None:
+        """in_progress: the group's works on a device for which nobody has waited."""
+        self._work = work
+        self._device = device
+        self._patience = patience
+        self._in_progress = in_progress
+        if device.type != "cpu":
+            in_progress.add(work)
+
+    def wait(self) -> None:
+        with wrapped():
+            if self._device.type != "cpu":
+                self._in_progress.discard(self._work)
+                self._work.wait()
+                return
+            while not self._ends_within(_CHECK_INTERVAL):
+                self._patience.check()
+
+    def _ends_within(self, limit: timedelta) -> bool:
+        """Wait at most `limit`, and return whether the collective has succeeded. Raises its error."""
+        try:
+            self._work.wait(limit)
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+            self._work.wait()  # its result, or its error
+        return True
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed()) or self._patience.has_lost_member()
+
+    def wait_for(self, seconds: float) -> None:
+        if self._device.type == "cpu":  # NCCL would abort the collective
+            limit = timedelta(seconds=max(seconds, 0.001))  # for gloo, 0 means no limit
+            with contextlib.suppress(RuntimeError):  # late or failed: `wait` raises it
+                self._work.wait(limit)
+
+
+class TorchGroup(Group):
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        process_group: Any,
+        carried: frozenset[str],
+        device: torch.device | None,
+    ) -> None:
+        super().__init__(ranks, rank)
+        self._pg = process_group
+        self._carried = carried
+        self._device = device
+        """The device to which the transport is bound."""
+        self._in_progress: set[dist.Work] = set()
+        self._abort: Future[None] | None = None
+        self._abort_end = math.inf
+        """When to stop waiting for `_abort`."""
+        self.is_stuck = False
+        """Whether `_abort` did not end in time."""
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether `abort` was called."""
+        return self._abort is not None
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        if device.type not in self._carried:
+            return torch.device("cpu")
+        # NCCL refuses tensors on another GPU than its own, as of a model on two of them.
+        return self._device if self._device is not None and device.type == self._device.type else device
+
+    def _started(self, work: dist.Work, tensor: torch.Tensor) -> Work:
+        return _TorchWork(work, tensor.device, Patience(self.has_lost_member), self._in_progress)
+
+    def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
+        options = dist.AllreduceOptions()
+        options.reduceOp = REDUCE_OPERATIONS[op].c10d
+        with wrapped():
+            return self._started(self._pg.allreduce([tensor], options), tensor)
+
+    def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
+        return self._broadcast([tensor], root)
+
+    def broadcast_all_(self, tensors: Iterable[torch.Tensor], root: int) -> Work:
+        if getattr(self._pg, "broadcasts_lists", False):
+            return self._broadcast(list(tensors), root)
+        return super().broadcast_all_(tensors, root)
+
+    def _broadcast(self, tensors: list[torch.Tensor], root: int) -> Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        with wrapped():
+            return self._started(self._pg.broadcast(tensors, options), tensors[0])
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        with wrapped():
+            return self._started(self._pg._allgather_base(output, tensor), tensor)
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Work:
+        with wrapped():
+            work = self._pg.alltoall_base(output, tensor, list(received), list(sent))
+        return self._started(work, tensor)
+
+    def allgather_bytes(self, message: bytes) -> list[bytes]:
+        if self.size <= _RING_SIZE:
+            return super().allgather_bytes(message)
+        sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        received = torch.empty(self.size, len(message), dtype=torch.uint8, device="cpu")
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        outputs = [list(received.unbind())] if self.rank == 0 else []
+        with wrapped():
+            gathered = self._started(self._pg.gather(outputs, [sent], options), sent)
+        gathered.wait()
+        self.broadcast_(received, 0).wait()
+        return [row.numpy().tobytes() for row in received]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        if self._pg is None:
+            return
+        timeout = transport_timeout(timeout, self._device)
+        # Older releases of torch have only the private functions, newer ones warn of them.
+        setter = getattr(self._pg, "set_timeout", None) or getattr(self._pg, "_set_default_timeout", None)
+        if setter is not None:
+            setter(timeout)
+        else:
+            dist.distributed_c10d._set_pg_timeout(timeout, self._pg)
+
+    def abort(self) -> None:
+        """Begin to end the kernels of NCCL, which otherwise wait for a dead peer until the timeout.
+
+        In a thread: NCCL may wait until the kernel of another communicator ends, which is aborted next
+        (https://github.com/pytorch/pytorch/issues/119797).
+        """
+        if self._pg is None or self._device is None or self.is_aborted:
+            return
+        self._in_progress.clear()  # they may hold memory of the device until the group is closed
+        step = functools.partial(_abort_device_part, self._pg, self._device)
+        self._abort_end = time.monotonic() + _ABORT_SECONDS
+        try:
+            self._abort = in_thread(step)
+        except RuntimeError:  # the interpreter ends
+            self._abort = Future()
+            step()
+            self._abort.set_result(None)
+
+    def close(self) -> None:
+        process_group, self._pg = self._pg, None
+        if process_group is None or not dist.is_initialized():
+            return
+        if self._abort is None:
+            dist.destroy_process_group(process_group)  # it waits for the collectives of the group
+        elif self.abort_ends():
+            abort_process_group(process_group)
+        else:
+            self.is_stuck = True
+            never_delete(process_group)
+            skip_destructors_at_exit()
+
+    def ends_soon(self) -> bool:
+        if self.is_aborted:
+            return True
+        end = time.monotonic() + _LAST_SECONDS
+        with contextlib.suppress(RuntimeError):  # the device itself has failed
+            while not all(work.is_completed() for work in tuple(self._in_progress)):
+                if time.monotonic() > end:
+                    return False
+                time.sleep(_CHECK_INTERVAL.total_seconds())
+            return True
+        return False
+
+    def abort_ends(self) -> bool:
+        """Wait for the end of `abort`, 30 s after its start at most. Return whether it has ended or was not called."""
+        left = max(0.0, self._abort_end - time.monotonic())
+        return self._abort is None or bool(concurrent.futures.wait([self._abort], left).done)
+
+
+def _abort_device_part(process_group: Any, device: torch.device) -> None:
+    accelerator.bind(device)  # each thread has a current device of its own
+    with contextlib.suppress(RuntimeError):  # its watchdog may have aborted it
+        backend = process_group._get_backend(device)
+        (backend.abort if hasattr(backend, "abort") else backend._shutdown)()  # before torch 2.6
+
+
+# Process groups that their members make without the other ranks, and without torch.distributed's list of groups.
+#
+# torch.distributed.new_group names such a group after the number of groups that the process has made. The members of a
+# group would use different names if they have made different numbers of groups.
+
+_DIRECT_KINDS = ("gloo", "mpi4py")
+"""torch's names of the backends that DirectGroup supports."""
+
+
+class DirectGroup(TorchGroup):
+    """A group of gloo or MPI for tensors on the CPU, which torch.distributed does not know."""
+
+    def __init__(
+        self, kind: str, store: dist.Store, name: str, ranks: Sequence[int], rank: int, timeout: timedelta
+    ) -> None:
+        """Connect the members. Collective over `ranks` alone.
+
+        store: shared by the members. name: the same on all members, and used once.
+        """
+        place, own_store = list(ranks).index(rank), dist.PrefixStore(name, store)
+        with wrapped():
+            own = (
+                dist.ProcessGroupGloo(own_store, place, len(ranks), timeout)
+                if kind == "gloo"
+                else _mpi_group(own_store, name, place, len(ranks), timeout)
+            )
+        super().__init__(ranks, rank, own, frozenset({"cpu"}), None)
+
+    def close(self) -> None:
+        pg, self._pg = self._pg, None
+        if hasattr(pg, "shutdown"):  # before torch 2.7, gloo has none: the group ends with its last reference
+            pg.shutdown()
+
+
+def _mpi_group(store: dist.Store, name: str, place: int, size: int, timeout: timedelta) -> Any:
+    from ...mpi import transport as mpi
+
+    return mpi.create(
+        SimpleNamespace(store=store, group_id=name, timeout=timeout, group_rank=place, group_size=size)
+    )
+
+
+# Torch's default process group, which programs that call torch.distributed find in every world.
+#
+# Gloo connects all ranks at once. TORCH_GLOO_LAZY_INIT would save 1 ms with 2 ranks, and 5 ms with 8. But two ranks
+# that connect while one of them leaves the world may wait for minutes, or abort (torch 2.15).
+
+
+def gloo_interface(address: str, env: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables that make Gloo use the interface of `address`, except those that the user has set.
+
+    By default, Gloo uses the address of the host's name, which other hosts may not reach (127.0.1.1 on Debian). NCCL
+    finds the best connection between GPUs itself, so its variable is set only if the user chose an interface. Raises
+    ConfigurationError if the user has chosen one for Gloo that this host does not have.
+    """
+    check_interfaces("GLOO_SOCKET_IFNAME", env)
+    names = ["GLOO_SOCKET_IFNAME"] + ["NCCL_SOCKET_IFNAME"] * bool(env.get(INTERFACE))
+    return {name: interface_of(address) for name in names if not env.get(name)}
+
+
+class DefaultGroup:
+    """The default group, if this world has made it."""
+
+    def __init__(self) -> None:
+        self._own: dist.ProcessGroup | None = None
+        self._store: dist.Store | None = None
+        self.group: TorchGroup | None = None
+        """The same as one of dualdist's, to abort the collectives of communication hooks and programs."""
+
+    def open(
+        self,
+        config: Mapping[str, str],
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        device: torch.device | None = None,
+    ) -> None:
+        """Make the group, unless there is one. Collective. config, device: as for TorchGroups."""
+        if dist.is_initialized():
+            return
+        dist.init_process_group(
+            _config_text(config),
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=transport_timeout(timeout, device),
+            device_id=device,
+        )
+        self._own, self._store = dist.group.WORLD, store
+        self.group = TorchGroup(range(size), rank, self._own, frozenset(), device)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeouts of the group's store, and of its later collectives. Local."""
+        if self._store is not None and self.group is not None:
+            self._store.set_timeout(timeout)
+            self.group.set_timeout(timeout)
+
+    def close(self, end: Callable[[], None] = dist.destroy_process_group) -> None:
+        """Destroy the group by `end`, unless the program has done it. Local."""
+        own, self._own, self._store, self.group = self._own, None, None, None
+        if own is not None and dist.is_initialized() and own is dist.group.WORLD:
+            end()
+
+
+_members_groups_made: Counter[tuple[int, ...]] = Counter()
+"""How many groups this process has made among the members alone, for each tuple of ranks."""
+_FIRST_MEMBERS_GROUP = 1_000_000
+"""Above the numbers of all groups that all ranks make together."""
+
+
+def _config_text(config: Mapping[str, str]) -> str:
+    """Return `config` as torch's argument `backend`."""
+    return ",".join(f"{kind}:{name}" for kind, name in config.items()) if len(config) > 1 else config["cpu"]
+
+
+class TorchGroups:
+    """The groups of one world."""
+
+    def __init__(
+        self,
+        rank: int,
+        config: Mapping[str, str],
+        device: torch.device | None,
+        nodes: Sequence[str],
+        store: dist.Store,
+        timeout: timedelta,
+        *,
+        may_share: bool,
+    ) -> None:
+        """config: which of torch's backends carries the tensors of which device. device: to which it is bound.
+
+        nodes: the host of each rank. timeout: of collectives. may_share: whether this rank uses shared memory.
+        """
+        self._rank, self._config, self._device, self._nodes = rank, config, device, nodes
+        self._store, self._timeout, self._may_share = store, timeout, may_share
+        self._is_direct = [*config] == ["cpu"] and config["cpu"] in _DIRECT_KINDS
+        self._groups: list[Group] = []
+
+    def make(
+        self, ranks: Sequence[int], count: int, exchange: Exchange, *, among_members: bool = False
+    ) -> list[Group]:
+        """Return `count` groups over `ranks`. Collective over the world, or over `ranks` alone if `among_members`.
+
+        exchange: of `ranks`.
+        """
+        made: list[Group]
+        if not self._is_direct:
+            make = self._make_members_group if among_members else self._make_group
+            made = [make(ranks) for _ in range(count)]
+        elif self._rank not in ranks:
+            made = [self._group(ranks, None) for _ in range(count)]
+        else:  # without torch's default group, and on one host also without connections
+            seconds = self._timeout.total_seconds()
+            made = share_host(
+                ranks,
+                self._rank,
+                self._nodes,
+                exchange,
+                seconds,
+                count,
+                self._connect,
+                may_share=self._may_share,
+            )
+        self._groups += made
+        return made
+
+    def _make_group(self, ranks: Sequence[int], **options: Any) -> TorchGroup:
+        with wrapped():
+            process_group = dist.new_group(
+                list(ranks),
+                backend=_config_text(self._config),
+                timeout=transport_timeout(self._timeout, self._device),
+                **options,
+            )
+        return self._group(ranks, process_group if self._rank in ranks else None)
+
+    def _make_members_group(self, ranks: Sequence[int]) -> TorchGroup:
+        # torch numbers the groups of a process, and names each by its number. Other ranks do not count this one.
+        torch_world, key = dist.distributed_c10d._world, tuple(ranks)
+        world: Any = dist.group.WORLD
+        before, bound = torch_world.group_count, world.bound_device_id
+        _members_groups_made[key] += 1
+        # torch 2.4 has no such argument: it connects at the first collective.
+        takes_device = "device_id" in inspect.signature(dist.new_group).parameters
+        options = {"device_id": bound} if takes_device else {}
+        try:
+            torch_world.group_count = _FIRST_MEMBERS_GROUP + _members_groups_made[key]
+            # From a default group that is bound to a device, NCCL would split the communicator, which needs all ranks.
+            world.bound_device_id = None
+            return self._make_group(ranks, use_local_synchronization=True, **options)
+        finally:
+            world.bound_device_id = bound
+            if dist.group.WORLD is world:  # a thread that was abandoned may come here in the next world
+                torch_world.group_count = before
+
+    def _group(self, ranks: Sequence[int], process_group: Any) -> TorchGroup:
+        return TorchGroup(ranks, self._rank, process_group, carried_types(self._config), self._device)
+
+    def _connect(self, name: str, ranks: Sequence[int]) -> Group:
+        """Return a group over `ranks`, for tensors on the CPU. Collective over `ranks` alone."""
+        return DirectGroup(
+            self._config["cpu"], connect_again(self._store), name, ranks, self._rank, self._timeout
+        )
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later collectives. Local."""
+        self._timeout = timeout
+        for group in self._groups:
+            group.set_timeout(timeout)
+
+    @property
+    def are_aborted(self) -> bool:
+        """Whether a group was aborted after a failure."""
+        return any(isinstance(group, TorchGroup) and group.is_aborted for group in self._groups)
+
+    @property
+    def are_stuck(self) -> bool:
+        """Whether the abort of a closed group has not ended."""
+        return any(isinstance(group, TorchGroup) and group.is_stuck for group in self._groups)
+
+    def close(self) -> None:
+        """Destroy the groups. Local."""
+        for group in self._groups:
+            group.close()
+
+    def abandon(self) -> None:
+        """In a forked process, close its copies of the sockets. Local."""
+        for group in self._groups:
+            group.abandon()

@@ -1,0 +1,235 @@
+"""What several files need of torch.distributed: its errors, process groups, devices, the Join context, hooks.
+
+Nothing here communicates, except `notify_join`. All of it works without a process group of torch, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
+
+from ...errors import HorovodInternalError, StallError
+from .. import accelerator
+from ..launch import DeviceView, choose_devices
+from . import needs_gpus, transport_named
+
+
+@contextlib.contextmanager
+def wrapped() -> Iterator[None]:
+    """Convert c10d's exceptions into those of this package."""
+    try:
+        yield
+    except HorovodInternalError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        if "aborted" in text and not dist.is_initialized():
+            raise HorovodInternalError(
+                "torch.distributed.destroy_process_group() has destroyed the groups of dualdist, too. Call "
+                "hvd.shutdown() in its place."
+            ) from error
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            raise StallError(f"A collective did not finish in time: {text}") from error
+        raise HorovodInternalError(text) from error
+
+
+def world_group() -> Any:
+    """Return torch's group of the whole world, None if torch.distributed does not run."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+TorchRanks: TypeAlias = dist.ProcessGroup | DeviceMesh
+"""What torch calls some of the ranks. A DeviceMesh must have one dimension."""
+
+
+def ranks_of_torch_group(group: Any) -> list[int] | None:
+    """Return the global ranks of a process group of torch, or of a DeviceMesh with one dimension, else None.
+
+    Raises ValueError if this rank is not in it, or torch has destroyed it.
+    """
+    if not isinstance(group, TorchRanks) or (isinstance(group, DeviceMesh) and group.ndim != 1):
+        return None
+    try:
+        return list(
+            dist.get_process_group_ranks(group.get_group() if isinstance(group, DeviceMesh) else group)
+        )
+    except (IndexError, KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{group} must have this rank, and be of the world that is joined.") from error
+
+
+def new_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of all ranks of the default group. Collective over them.
+
+    device: the type of the devices; without a backend of torch for it, as for a GPU over MPI, the mesh is for the CPU.
+    """
+    kind = device if device in adopted_config() else "cpu"
+    with wrapped():
+        return init_device_mesh(kind, shape, mesh_dim_names=names)
+
+
+def notify_join(joinable: Any) -> None:
+    """Report to the ranks that have left the Join context that this rank starts another iteration. Collective."""
+    from torch.distributed.algorithms.join import Join
+
+    Join.notify_join_context(joinable)
+
+
+def join_hook(main: Callable[[], None], post: Callable[[bool], None]) -> Any:
+    """Return a JoinHook: `main` shadows one iteration, `post` gets whether this rank was one of the last to join."""
+    from torch.distributed.algorithms.join import JoinHook
+
+    class Hook(JoinHook):
+        def main_hook(self) -> None:
+            main()
+
+        def post_hook(self, is_last_joiner: bool) -> None:
+            post(is_last_joiner)
+
+    return Hook()
+
+
+def take_over_optimizers(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parameters whose optimizers step in backward, and remove torch's hooks that would call them.
+
+    torch.distributed.optim._apply_optimizer_in_backward registers these hooks (apply_optimizer_in_backward.py).
+    """
+    found = [param for param in params if hasattr(param, "_in_backward_optimizers")]
+    if found:
+        from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+        for param in found:
+            for handle in param_to_optim_hook_handle_map.get(param, ()):
+                handle.remove()
+    return found
+
+
+def builtin_comm_hook(kind: Any) -> Callable[[Any, Any], Any]:
+    """Return the hook in Python that does what torch's built-in hook of `kind` does. Raises TypeError.
+
+    kind: a torch.distributed.BuiltinCommHookType.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    kinds = dist.BuiltinCommHookType
+    hooks = {
+        kinds.ALLREDUCE: default_hooks.allreduce_hook,
+        kinds.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+    }
+    if kind not in hooks:
+        raise TypeError(
+            f"`comm_hook_type` must be one of {[str(known) for known in hooks]}, but is {kind!r} instead."
+        )
+
+    def hook(state: Any, bucket: Any) -> Any:
+        return hooks[kind](state, bucket)
+
+    hook.__qualname__ = str(kind)
+    return hook
+
+
+# What the installed torch was built with, under the names of Horovod's queries. Shared by torch.py and local.py.
+
+
+def built_into_torch() -> Mapping[str, bool | int]:
+    """Return what torch's collectives can run on. MPI counts when mpi4py is installed, since it provides MPI.
+
+    NCCL counts only with a GPU: recipes for Adasum scale the learning rate by `local_size()` if `nccl_built()`.
+    """
+    can_use_nccl = dist.is_nccl_available() and torch.cuda.is_available()
+    major, minor, patch = torch.cuda.nccl.version()[:3] if can_use_nccl else (0, 0, 0)
+    return {
+        "mpi_built": dist.is_mpi_available() or importlib.util.find_spec("mpi4py") is not None,
+        "gloo_built": dist.is_gloo_available(),
+        "nccl_built": int(major * 10000 + minor * 100 + patch),  # NCCL_VERSION_CODE in nccl.h since 2.9
+        "cuda_built": torch.version.cuda is not None,
+        "rocm_built": torch.version.hip is not None,
+    }
+
+
+# Which of torch's backends carries the tensors of which device, and the device of this process.
+
+_CPU = "gloo"
+"""What carries tensors on the CPU beside a transport for accelerators."""
+_MPI = "mpi4py"
+"""Our backend over MPI: torch has one called mpi, which only a torch that was built with MPI can use."""
+_MARGIN = timedelta(seconds=30)
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def transport_timeout(timeout: timedelta, device: torch.device | None) -> timedelta:
+    """Return the timeout of the process groups, if dualdist reports a stall after `timeout`.
+
+    NCCL's watchdog ends the process at its timeout (ProcessGroupNCCL.cpp, `SkipCleanUp`), and its time begins earlier.
+    The margin lets the ranks report the stall before. device: to which the transport is bound.
+    """
+    return timeout if device is None else timeout + _MARGIN
+
+
+def error_handling(device: torch.device | None, env: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables with which NCCL's watchdog aborts its communicators without ending the process.
+
+    2 is `CleanUpOnly` in ProcessGroupNCCL.hpp. The calls of this package then raise, and elastic training can continue
+    in the process. A variable that the user has set stays.
+    """
+    return {} if device is None or env.get(_ERROR_HANDLING) else {_ERROR_HANDLING: "2"}
+
+
+def device_transport() -> str | None:
+    """Return the transport that torch has for this machine's accelerator; None without either."""
+    kind = accelerator.kind()
+    transport = dist.Backend.default_device_backend_map.get(kind) if kind else None
+    is_usable = transport is not None and needs_gpus(transport) and dist.is_backend_available(transport)
+    return transport if is_usable else None
+
+
+def bind_device(transport: str, views: Sequence[DeviceView], rank: int) -> torch.device | None:
+    """Choose this rank's device, and make it the current one. None if `transport` needs no devices."""
+    index = choose_devices(views)[rank] if needs_gpus(transport) else None
+    if index is None:
+        return None
+    device = torch.device(str(accelerator.kind()), index)
+    accelerator.bind(device)
+    return device
+
+
+def config_of(transport: str) -> dict[str, str]:
+    """Return {type of device: torch's backend for it} for `transport`."""
+    if needs_gpus(transport):
+        return {"cpu": _CPU, str(accelerator.kind()): transport}
+    return {"cpu": _MPI if transport == "mpi" else transport}
+
+
+def adopted_config() -> dict[str, str]:
+    """Return what `config_of` does, for the process group that torch.distributed has. It always has the CPU."""
+    pairs = [part.split(":", 1) for part in dist.get_backend_config().split(",")]
+    return {"cpu": _CPU, **dict(pairs)}
+
+
+def adopted_transport(config: Mapping[str, str]) -> str:
+    """Return the transport that carries the tensors of this machine's accelerator; without one, of the CPU."""
+    return transport_named(config.get(accelerator.kind() or "cpu", config["cpu"]))
+
+
+def adopted_device(transport: str) -> torch.device | None:
+    """Return the device to which the adopted group is bound, else the one that the program has chosen.
+
+    None if it needs no devices, or if the program has not used any.
+    """
+    if not needs_gpus(transport):
+        return None
+    bound: torch.device | None = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
+    return bound or accelerator.current_device()
+
+
+def carried_types(config: Mapping[str, str]) -> frozenset[str]:
+    """Return the types of devices whose tensors need no copy to the host."""
+    through_host = (_CPU, "mpi", _MPI)
+    return frozenset(kind for kind, name in config.items() if kind == "cpu" or name not in through_host)

@@ -1,0 +1,460 @@
+"""Launch detection: a pure function from the environment to this process's rank and world size.
+
+One launcher can start another (a Slurm step that runs torchrun), so an environment may hold the variables of several.
+The innermost launcher wins: the one that may run inside all others that report another rank or size. A process without
+a launcher trains alone only if it carries no mark of one. The tables are in launchers.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ...errors import ConfigurationError
+from ..checks import configuration, integer, text, wrong
+from ..types import Launch
+from .environment import without_copies
+from .launchers import LAUNCHERS, MARKS, NAMED_BY, OUTERMOST, SITE, Launcher, Mark, registered_launchers
+
+_BY_HAND = ("env", SITE)
+"""Launchers whose variables a script or a site can set under another launcher."""
+
+
+class _Candidate(NamedTuple):
+    """A launcher whose variables are set: the Launch that they describe, or what is wrong with them."""
+
+    row: Launcher
+    launch: Launch | ConfigurationError
+
+
+def detect(env: Mapping[str, str], mpi_size: Callable[[], int] | None = None) -> Launch:
+    """Return this process's place in the world according to `env`. Plain python is a world of one.
+
+    mpi_size: returns the size of MPI's world. Called only where a launcher sets the rank but not the size (PMIx).
+    An allocation or a batch script (SLURM_* outside a step) does not count as a launcher.
+    Raises ConfigurationError when a launcher's variables are incomplete, are not numbers or contradict each other, when
+    two launchers disagree although neither can have started the other, and when a process that has no launcher, or is
+    alone under one, carries the mark of another.
+    """
+    env = without_copies(env)
+    if _is_said_to_be_alone(env):
+        return _world_of_one("DUALDIST_LAUNCHER=python")
+    site = _site_launcher(env)
+    known = (*LAUNCHERS, site) if site else LAUNCHERS
+    # Those that packages register count only where no other describes the process.
+    candidates = _candidates(known, env) or _candidates(registered_launchers(), env)
+    if not candidates:
+        return _plain_python(env)
+    for candidate in candidates:
+        launch = candidate.launch
+        if isinstance(launch, Launch) and not _disagreeing(candidate, candidates, env):
+            if launch.size == 1 and candidate.row in LAUNCHERS and launch.launcher not in OUTERMOST:
+                _check_marks(candidate.row, env)
+            return _located(launch, candidate.row, env)
+    for candidate in candidates:
+        if isinstance(candidate.launch, ConfigurationError):
+            is_innermost = not _disagreeing(candidate, candidates, env)
+            if candidate.row.asks_mpi and mpi_size and is_innermost and env.get(candidate.row.rank):
+                return _located(_read(candidate.row, env, mpi_size()), candidate.row, env)
+            raise candidate.launch
+    raise _conflict(candidates, env)
+
+
+def _is_said_to_be_alone(env: Mapping[str, str]) -> bool:
+    said = env.get("DUALDIST_LAUNCHER", "")
+    if said not in ("", "python", *OUTERMOST):
+        raise ConfigurationError(
+            f"`DUALDIST_LAUNCHER` must be 'python' where it is set by hand, but is {said!r} instead. "
+            "Unset it to let the launcher's variables decide."
+        )
+    return said == "python"
+
+
+def _site_launcher(env: Mapping[str, str]) -> Launcher | None:
+    """Return the launcher that DUALDIST_RANK_FROM and the others describe, None when none of them is set.
+
+    Raises ConfigurationError when the rank or the size is not named, or a variable that is named is absent.
+    """
+    names = {field: env[setting] for field, setting in NAMED_BY.items() if env.get(setting)}
+    if not names:
+        return None
+    for field in ("rank", "size"):
+        if field not in names:
+            present = NAMED_BY[next(iter(names))]
+            raise ConfigurationError(
+                f"`{NAMED_BY[field]}` must be set beside {present}, but is absent. "
+                f"Set it to the name of the variable with the {field}, or unset {present}."
+            )
+    for field, name in names.items():
+        if not env.get(name):
+            raise ConfigurationError(
+                f"`{name}` must be set, because {NAMED_BY[field]} names it, but is absent. Start with the launcher "
+                f"that sets it, unset {NAMED_BY[field]}, or set DUALDIST_LAUNCHER=python to run a single process."
+            )
+    return Launcher(
+        SITE,
+        rank=names["rank"],
+        size=names["size"],
+        local_rank=names.get("local_rank"),
+        local_size=names.get("local_size"),
+        markers=(NAMED_BY["rank"],),
+        inside=OUTERMOST,
+        is_command=False,
+    )
+
+
+def _candidates(rows: tuple[Launcher, ...], env: Mapping[str, str]) -> list[_Candidate]:
+    """Return the launchers of `rows` that `env` has a marker of, without those whose variables others have set."""
+    found = []
+    for row in rows:
+        if _is_marked(row, env):
+            try:
+                found.append(_Candidate(row, _read(row, env)))
+            except ConfigurationError as error:
+                # Its traceback refers to the frames of `init`, and these to the world.
+                found.append(_Candidate(row, error.with_traceback(None)))
+    return [candidate for candidate in found if not _is_set_by_another(candidate, found, env)]
+
+
+def _is_set_by_another(candidate: _Candidate, found: list[_Candidate], env: Mapping[str, str]) -> bool:
+    """Return whether another launcher has set the variables of `candidate` beside its own."""
+    fields = ["rank", "size"] if candidate.row.size else ["rank"]
+    own = [env.get(getattr(candidate.row, field)) for field in fields]
+    for other in (other.row for other in found if other.row.name in candidate.row.set_too_by):
+        has_namespace = env.get("PMIX_NAMESPACE", "").startswith(other.pmix_namespace)
+        theirs = [env.get(getattr(other, field) or "") for field in fields]
+        if all(own) and own == theirs and (has_namespace or candidate.row.rank != "PMIX_RANK"):
+            return True
+    return False
+
+
+def _disagreeing(
+    candidate: _Candidate, candidates: list[_Candidate], env: Mapping[str, str]
+) -> list[_Candidate]:
+    """Return the candidates that report other numbers and cannot have started `candidate`'s launcher."""
+    allowed = (candidate.row.name, *candidate.row.inside)
+    return [
+        other for other in candidates if other.row.name not in allowed and not _agree(other, candidate, env)
+    ]
+
+
+def _agree(other: _Candidate, candidate: _Candidate, env: Mapping[str, str]) -> bool:
+    launch = candidate.launch
+    if isinstance(launch, ConfigurationError):
+        return False
+    if isinstance(other.launch, Launch):
+        return (launch.rank, launch.size) == (other.launch.rank, other.launch.size)
+    # A size that is set by hand completes a rank of PMIx.
+    return launch.launcher in _BY_HAND and other.row.asks_mpi and env.get(other.row.rank) == str(launch.rank)
+
+
+def _conflict(candidates: list[_Candidate], env: Mapping[str, str]) -> ConfigurationError:
+    one = candidates[0]
+    launches = [one.launch, *(other.launch for other in _disagreeing(one, candidates, env))]
+    described = [
+        f"{launch.describe('rank')} and {launch.describe('size')} of {launch.launcher}"
+        for launch in launches[:2]
+        if isinstance(launch, Launch)
+    ]
+    return ConfigurationError(
+        f"Rank and size must be the same from every launcher, but are {', and '.join(described)} instead. "
+        "Unset the variables of the launcher that did not start this process."
+    )
+
+
+def _is_marked(row: Launcher, env: Mapping[str, str]) -> bool:
+    """Return whether `env` has a marker of the launcher."""
+    if row.name == "env":
+        # torchrun sets the same variables.
+        return bool(env.get("RANK") and env.get("WORLD_SIZE")) and not env.get("TORCHELASTIC_RUN_ID")
+    return any(_is_set(env, marker) for marker in row.markers)
+
+
+def _is_set(env: Mapping[str, str], marker: str) -> bool:
+    name, _, value = marker.partition("=")
+    return bool(env.get(name)) and value in ("", env[name])
+
+
+def _read(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None = None) -> Launch:
+    """Return what the launcher's variables say. mpi_size: the size of MPI's world, for want of a variable."""
+    names = {field: getattr(launcher, field) for field in NAMED_BY}
+    values = {field: _number(env, name, launcher) for field, name in names.items()}
+    rank, size = values["rank"], values["size"]
+    if mpi_size is not None and size is None:
+        size, names["size"] = mpi_size, "MPI"
+    if rank is None or size is None or (mpi_size is not None and size < 2):
+        raise _incomplete(launcher, env, mpi_size)
+    if size < 1:
+        raise ConfigurationError(
+            f"`{names['size']}` must be at least 1, but is {size} instead. Set it to the number of processes."
+        )
+    if not 0 <= rank < size:
+        raise ConfigurationError(
+            f"`{names['rank']}` must be at least 0 and less than {names['size']}={size}, but is {rank} instead. "
+            "Give every process its own rank."
+        )
+    local_rank, local_size = values["local_rank"], values["local_size"]
+    if local_size is None and _number(env, launcher.node_count, launcher) == 1:
+        local_size, names["local_size"] = size, names["size"]
+    # Slurm's list of sizes may be that of another part of a heterogeneous job.
+    bound = local_size if launcher.node is None else None
+    if bound is not None and not 1 <= bound <= size:
+        raise ConfigurationError(
+            f"`{names['local_size']}` must be at least 1 and at most {names['size']}={size}, but is {bound} "
+            f"instead. {_who_sets_it(launcher)}"
+        )
+    if local_rank is not None and bound is not None and local_rank >= bound:
+        raise ConfigurationError(
+            f"`{names['local_rank']}` must be less than {names['local_size']}={local_size}, but is {local_rank} "
+            f"instead. {_who_sets_it(launcher)}"
+        )
+    return Launch(
+        launcher.name,
+        rank,
+        size,
+        local_rank,
+        local_size,
+        MappingProxyType({field: name for field, name in names.items() if name}),
+        elastic=any(_is_set(env, marker) for marker in launcher.elastic),
+        restarts=any(env.get(name, "") not in ("", "0") for name in launcher.restarts),
+        starts_mpi=any(env.get(name) for name in launcher.starts_mpi),
+        starts_horovod=launcher.starts_horovod,
+    )
+
+
+def _incomplete(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None) -> ConfigurationError:
+    present = next(name for name in launcher.markers if env.get(name.partition("=")[0]))
+    if launcher.asks_mpi and env.get(launcher.rank):
+        reported = "MPI was not asked" if mpi_size is None else f"MPI reports {mpi_size or 'nothing'}"
+        return ConfigurationError(
+            f"The world size must be known beside {launcher.rank}={env[launcher.rank]}, but {launcher.name} sets no "
+            f"variable with it and {reported}. Install an mpi4py that this launcher can start (`dualdist exec` needs "
+            "PMIx instead), set DUALDIST_RANK_FROM and DUALDIST_SIZE_FROM to the names of variables with rank "
+            "and size, or set DUALDIST_LAUNCHER=python to run a single process."
+        )
+    missing = launcher.size if env.get(launcher.rank) else launcher.rank
+    return ConfigurationError(
+        f"`{missing}` must be set beside {present}, but is absent. "
+        f"Set both for every process, or unset {present} to run a single process."
+    )
+
+
+def _located(launch: Launch, launcher: Launcher, env: Mapping[str, str]) -> Launch:
+    """Return `launch` with the address where its processes meet, if the environment names it."""
+    if env.get("MASTER_ADDR") and (port := env.get("MASTER_PORT")):
+        if not port.isdecimal() or int(port) >= 1 << 16:
+            raise ConfigurationError(
+                f"`MASTER_PORT` must be a port, less than 65536, but is {port!r} instead. Set it to that of rank 0."
+            )
+        return dataclasses.replace(launch, init_method="env://")
+    if launcher.init_method == "env://" and launch.size > 1:
+        raise ConfigurationError(
+            f"`MASTER_ADDR` and `MASTER_PORT` must be set beside {launcher.size}={launch.size}, but are absent. "
+            "Set both to the address of rank 0, or start with torchrun."
+        )
+    return dataclasses.replace(launch, init_method=launcher.init_method)
+
+
+def _plain_python(env: Mapping[str, str]) -> Launch:
+    """Return a world of one. Raises ConfigurationError when `env` gives the size of a larger world, but no rank."""
+    size = env.get("WORLD_SIZE", "")
+    if size not in ("", "0", "1"):
+        raise ConfigurationError(
+            f"`RANK` must be set beside WORLD_SIZE={size}, but is absent. "
+            "Set both for every process, or unset WORLD_SIZE to run a single process."
+        )
+    # Kubeflow Trainer sets PET_NNODES for torchrun alone.
+    if env.get("PET_NNODES", "") not in ("", "1"):
+        raise ConfigurationError(
+            f"`torchrun` must be the command where PET_NNODES={env['PET_NNODES']} is set, but is absent. "
+            "Start the script with torchrun, which reads PET_*, or unset it to run a single process."
+        )
+    _check_marks(None, env)
+    # Without others, this variable starts no process.
+    tasks = env.get("SLURM_NTASKS", "")
+    return _world_of_one("plain python", (f"SLURM_NTASKS={tasks}",) if tasks not in ("", "0", "1") else ())
+
+
+def _world_of_one(source: str, ignored: tuple[str, ...] = ()) -> Launch:
+    sources = MappingProxyType({"rank": source, "size": source})
+    return Launch("python", sources=sources, by_launcher=False, ignored=ignored)
+
+
+def _number(env: Mapping[str, str], name: str | None, launcher: Launcher) -> int | None:
+    """Return the number in the variable `name`, None when it has none."""
+    text = env.get(name, "") if name else ""
+    if launcher.node is not None and name == launcher.local_size:
+        text = _of_node(text, env.get(launcher.node, ""))
+    if not text:
+        return None
+    if text.isdecimal():
+        return int(text)
+    raise ConfigurationError(
+        f"`{name}` must be a whole number of at least 0, but is {text!r} instead. {_who_sets_it(launcher)}"
+    )
+
+
+def _who_sets_it(launcher: Launcher) -> str:
+    """Return the sentence of an error that says where to correct a variable of `launcher`."""
+    if launcher.name in _BY_HAND:
+        return "Correct it where your job sets it."
+    return f"It is set by {launcher.name}; look at what overwrites it."
+
+
+def _of_node(text: str, node: str) -> str:
+    """Return node number `node`'s entry in Slurm's list of sizes, such as 4(x2),3.
+
+    '' when the list does not give it: then the backend counts after init.
+    """
+    sizes = node_counts(text)
+    if sizes is None:
+        return text
+    if len(set(sizes)) == 1:
+        return str(sizes[0])
+    return str(sizes[int(node)]) if node.isdecimal() and int(node) < len(sizes) else ""
+
+
+def _check_marks(row: Launcher | None, env: Mapping[str, str]) -> None:
+    """Raise ConfigurationError when `env`, taken for a world of one, has the mark of another launcher.
+
+    row: the launcher of that world, None for plain python. Marks of launchers that may have started it do not count.
+    """
+    for mark in MARKS:
+        text = env.get(mark.variable, "")
+        if re.fullmatch(mark.value, text) and not _is_explained(mark, row, env):
+            taken = "plain python" if row is None else f"a single process of {row.name}"
+            raise ConfigurationError(
+                f"`{mark.variable}` must be absent from {taken}, but is {text!r} instead: {mark.who} sets it for each "
+                "process that it starts. Name the variables of rank and size in DUALDIST_RANK_FROM and "
+                "DUALDIST_SIZE_FROM, or set DUALDIST_LAUNCHER=python to run a single process."
+            )
+
+
+def _is_explained(mark: Mark, row: Launcher | None, env: Mapping[str, str]) -> bool:
+    if row is not None and mark.variable == "RANK" and env["RANK"].strip("0") == "":
+        return True  # the launcher's own number, also set by a container (NVIDIA's Pyxis) or a site's lines
+    name, _, value = mark.unless.partition("=")
+    if name and env.get(name) == value:
+        return True
+    return row is not None and not {row.name, *row.inside}.isdisjoint(mark.rows)
+
+
+# Short forms of lists of numbers and of host names, as Slurm, Flux and Linux write them.
+
+_PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
+
+
+def node_counts(text: str) -> list[int] | None:
+    """Return a number for each node from a list such as 4(x2),3, which is 4, 4, 3. None for any other form."""
+    counts: list[int] = []
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def host_names(text: str) -> list[str]:
+    """Return the names in a list such as node[07-08,20],gpu1, which is node07, node08, node20, gpu1."""
+    entries = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text)
+    return [name for entry in entries for name in _expanded(entry)]
+
+
+def _expanded(entry: str) -> Iterator[str]:
+    parts = [list(numbers_in(ranges)) if ranges else [text] for ranges, text in _PART.findall(entry)]
+    return map("".join, itertools.product(*parts))
+
+
+def numbers_in(ranges: str) -> Iterator[str]:
+    """Yield the numbers in a list such as 07-08,20, with their leading zeros."""
+    for item in filter(None, ranges.split(",")):
+        first, _, last = item.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield f"{number:0{len(first)}d}"
+
+
+# A launch that the arguments of `init` describe, alone or on top of what the environment says.
+
+_ARGUMENTS = {"rank": "rank", "size": "world_size", "init_method": "init_method"}
+"""Field of Launch -> argument of `init`."""
+
+
+def launch_from(
+    given: Mapping[str, Any], env: Mapping[str, str], mpi_size: Callable[[], int] | None = None
+) -> Launch:
+    """Return the launch that `env` describes, with the fields of Launch in `given` in their place (None: not given).
+
+    mpi_size: as in `detect`. With `is_part` in `given`, the world has only some of the launched processes: the local
+    numbers and MPI's world are those of another world, and are left out.
+    Rank and world size together need no launcher. Raises ConfigurationError if arguments are missing or contradict.
+    """
+    is_part = bool(given.get("is_part"))
+    given = {field: value for field, value in given.items() if field != "is_part"}
+    with configuration():
+        given = _checked({field: value for field, value in given.items() if value is not None})
+    if not given:
+        return detect(env, mpi_size)
+    alone = given.keys() >= {"rank", "size"} and not is_part
+    detected = Launch("init") if alone else detect(env, mpi_size)
+    if detected.launcher == "python" and given.get("init_method") != "env://":
+        missing = [name for field, name in _ARGUMENTS.items() if field not in given]
+        raise ConfigurationError(
+            f"`{missing[0]}` must be given together with {', '.join(_ARGUMENTS[field] for field in given)}, but is "
+            "None instead, and no launcher started this process. Give rank, world_size and init_method, or none."
+        )
+    if not (alone or is_part or "init_method" in given):
+        _check_agreement(given, detected)
+    sources = dict(detected.sources) | {field: f"init({_ARGUMENTS[field]}=)" for field in given}
+    if is_part:
+        detected = dataclasses.replace(
+            detected,
+            local_rank=None,
+            local_size=None,
+            starts_mpi=False,
+            elastic=False,
+            restarts=False,
+            is_part=True,
+        )
+    launch = dataclasses.replace(detected, **given, sources=MappingProxyType(sources))
+    if launch.size > 1 and launch.init_method is None and alone:
+        raise ConfigurationError(
+            "`init_method` must be given together with rank and world_size, but is None instead. Use "
+            "'tcp://host:port', 'file:///path' or 'env://', as in torch.distributed."
+        )
+    if not 0 <= launch.rank < launch.size:
+        raise ConfigurationError(
+            f"`rank` must be at least 0 and less than world_size={launch.size}, but is {launch.rank} instead. "
+            "Give every process its own rank."
+        )
+    return launch
+
+
+def _check_agreement(given: Mapping[str, Any], detected: Launch) -> None:
+    """Raise ConfigurationError if `given` contradicts the launcher: then two processes may have the same rank."""
+    for field in ("rank", "size"):
+        if field in given and given[field] != getattr(detected, field):
+            raise ConfigurationError(
+                f"`{_ARGUMENTS[field]}` must be the {detected.describe(field)} that {detected.launcher} has set, but "
+                f"is {given[field]} instead. Leave it out, or give rank, world_size and init_method."
+            )
+
+
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    """Return `given` with integers as int. Raises TypeError or ValueError."""
+    if "init_method" in given:
+        fix = "Use 'tcp://host:port', 'file:///path' or 'env://', as in torch.distributed."
+        method = text("init_method", given["init_method"], fix)
+        if not method.startswith(("tcp://", "file://", "env://")):
+            raise wrong("init_method", "an address", method, fix)
+    least = {"rank": 0, "size": 1}
+    numbers = {
+        field: integer(_ARGUMENTS[field], given[field], least=least[field])
+        for field in least
+        if field in given
+    }
+    return {**given, **numbers}

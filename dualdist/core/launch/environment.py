@@ -1,0 +1,253 @@
+"""The environment variables of processes: a launcher's, those that dualdist sets, and the settings of users.
+
+`dualdist run` and `spawn` give their processes their place in the job. Beside it, they, `init` and dualdist.compat set
+copies of it for scripts that do not use dualdist: the variables of torchrun and horovodrun. Copies are recorded in
+DUALDIST_COPIES, and launch detection ignores them as long as they have the recorded values. A launcher that such a
+process starts sets others, and is detected.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
+
+from ...errors import ConfigurationError
+from ..types import NEVER_SECONDS, Settings, World
+from .launchers import LAUNCHERS, NAMED_BY, registered_launchers
+
+COPIES = "DUALDIST_COPIES"
+"""The variable with the copies as NAME=VALUE, separated by spaces."""
+RENDEZVOUS, _SECRET = "DUALDIST_RENDEZVOUS", "DUALDIST_SECRET"
+
+_MORE_LAUNCHER_VARIABLES = re.compile(
+    r"MASTER_(ADDR|PORT)|TORCHELASTIC_.*|OMPI_.*|PMI.*|SLURM_STEP_.*|DUALDIST_(RENDEZVOUS|SECRET)"
+    r"|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)"
+    r"|HOROVOD_(GLOO_(RENDEZVOUS|IFACE).*|RANK|SIZE|LOCAL_.*|CROSS_.*|HOSTNAME|CONTROLLER|CPU_OPERATIONS|ELASTIC)"
+)
+"""Variables beside those of the table that a launcher, or dualdist.compat, sets for its own processes."""
+
+HOST_VARIABLES = (
+    r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"  # horovod/runner/common/util/env.py:24
+    r"|HOME|USER|LOGNAME|SHELL|MAIL|PWD|SHLVL|_|HOSTNAME|DISPLAY|XAUTHORITY|TMPDIR|SSH_.*|XDG_.*|DBUS_.*"
+)
+"""A regular expression of variables that are valid only on this host or in this login session."""
+
+
+def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env` without the variables that launchers have set for this process."""
+    env = without_copies(env)
+    rows = (*LAUNCHERS, *registered_launchers())
+    known = set(NAMED_BY.values()) | {getattr(row, field) for row in rows for field in NAMED_BY}
+    known |= {marker.partition("=")[0] for row in rows for marker in row.markers}
+    known.add(COPIES)
+    known |= {env[setting] for setting in NAMED_BY.values() if env.get(setting)}
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in known and not _MORE_LAUNCHER_VARIABLES.fullmatch(name)
+    }
+
+
+def exportable(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to send to other hosts: all but those of this host, as horovodrun does."""
+    return {name: value for name, value in env.items() if not re.fullmatch(HOST_VARIABLES, name)}
+
+
+def process_variables(launcher: str, world: World, rendezvous: str, secret: bytes) -> dict[str, str]:
+    """Return the variables that give one process its place in the job. detect.py and meeting/ read them."""
+    return {
+        "DUALDIST_LAUNCHER": launcher,
+        **{f"DUALDIST_{name.upper()}": str(getattr(world, name)) for name in NAMED_BY},
+        RENDEZVOUS: rendezvous,
+        _SECRET: secret.hex(),
+    }
+
+
+def secret_in(env: Mapping[str, str]) -> bytes:
+    """Return the job's secret. Raises ConfigurationError when DUALDIST_SECRET is not hexadecimal."""
+    try:
+        return bytes.fromhex(env.get(_SECRET, ""))
+    except ValueError:
+        raise ConfigurationError(
+            f"`{_SECRET}` must be hexadecimal digits, but is not. Make one with `openssl rand -hex 32`."
+        ) from None
+
+
+# Copies for scripts that do not use dualdist.
+
+_HOROVOD, _PORT = "HOROVOD_", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+RUN_ID = "TORCHELASTIC_RUN_ID"
+OF_LAUNCHER = "dualdist-"
+"""The start of the run ID of `dualdist run` and `spawn`."""
+_PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+"""The variables of torchrun that detect.py and meeting/ read."""
+
+
+def copied_variables(*groups: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Return `groups` of variables, one for each launcher, and DUALDIST_COPIES.
+
+    given: variables that the user has set for the processes. A group with one of them is left out: it would contradict.
+    """
+    copies: dict[str, str] = {}
+    for group in groups:
+        if given.keys().isdisjoint(group):
+            add_copies(group, copies)
+    return copies
+
+
+OVER_GLOO = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+"""As horovodrun sets them (horovod/runner/gloo_run.py:205). Without the second, a Horovod built with MPI starts MPI."""
+
+
+def horovod_variables(
+    world: World, rendezvous: tuple[str, int] | None = None, host: str = "", interface: str | None = None
+) -> dict[str, str]:
+    """Return horovodrun's variables for one process.
+
+    rendezvous: the address of the HTTP server at which Horovod's Gloo controllers meet
+    (horovod/common/gloo/gloo_context.cc:134-170); None if there is none. host: a name of the process's node. interface:
+    the network interface of Horovod's Gloo; None if the process's host finds it.
+    """
+    found = {f"{_HOROVOD}{name.upper()}": getattr(world, name) for name in World.__dataclass_fields__}
+    if rendezvous is not None:
+        address, port = rendezvous
+        found |= {**OVER_GLOO, "HOROVOD_GLOO_RENDEZVOUS_ADDR": address, _PORT: port, "HOROVOD_HOSTNAME": host}
+        found |= {} if interface is None else {"HOROVOD_GLOO_IFACE": interface}
+    return {name: str(value) for name, value in found.items()}
+
+
+def torchrun_variables(world: World, nodes: Sequence[str], master: tuple[str, int]) -> dict[str, str]:
+    """Return torchrun's variables for the place of one process. nodes: of each rank. master: MASTER_ADDR and _PORT."""
+    order = list(dict.fromkeys(nodes))
+    address, port = master
+    found = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "GROUP_RANK": order.index(nodes[world.rank]),
+        "GROUP_WORLD_SIZE": len(order),
+        "ROLE_RANK": world.rank,
+        "ROLE_WORLD_SIZE": world.size,
+        "ROLE_NAME": "default",
+    }
+    return {name: str(value) for name, value in found.items()}
+
+
+def agent_variables(run_id: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return what torchrun sets beside `torchrun_variables` (torch/distributed/elastic/agent/server/
+    local_elastic_agent.py), except settings that `env` has. run_id: the same text for all processes of a job.
+
+    The script itself serves the store at MASTER_ADDR. Programs such as Lightning recognise torchrun by the run ID.
+    """
+    found = {
+        RUN_ID: run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    if not env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
+    return found
+
+
+def add_copies(variables: Mapping[str, str], env: MutableMapping[str, str]) -> None:
+    """Set `variables` in `env`, and record them as copies."""
+    env.update(variables)
+    _record({**_recorded(env), **variables}, env)
+
+
+def remove_copies(variables: Mapping[str, str], env: MutableMapping[str, str]) -> None:
+    """Undo `add_copies`, except where a value has changed since."""
+    _record({name: value for name, value in _recorded(env).items() if name not in variables}, env)
+    for name in [name for name, value in variables.items() if env.get(name) == value]:
+        del env[name]
+
+
+def _recorded(env: Mapping[str, str]) -> dict[str, str]:
+    return dict(item.split("=", 1) for item in env.get(COPIES, "").split() if "=" in item)
+
+
+def _record(copies: Mapping[str, str], env: MutableMapping[str, str]) -> None:
+    env[COPIES] = " ".join(f"{name}={value}" for name, value in copies.items())
+    if not copies:
+        del env[COPIES]
+
+
+def names_of_copies(env: Mapping[str, str]) -> set[str]:
+    """Return the names of the variables in `env` that are copies.
+
+    If torchrun's run ID or the port of Horovod's rendezvous is no longer the same, or absent as before, another
+    launcher has set the variables of that kind. Otherwise the script may have changed some of torchrun's; those in
+    `_PLACE` count only together. dualdist.compat updates Horovod's numbers.
+    """
+    recorded = _recorded(env)
+    horovod = {name for name in recorded if name.startswith(_HOROVOD)}
+    torch = {name for name in recorded.keys() - horovod if env.get(name) == recorded[name]}
+    if env.get(RUN_ID) != recorded.get(RUN_ID):
+        torch = set()
+    elif not _PLACE & recorded.keys() <= torch:
+        torch -= _PLACE
+    return torch | (horovod if env.get(_PORT) == recorded.get(_PORT) else set())
+
+
+def without_copies(env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env` without the variables that are copies."""
+    copies = names_of_copies(env)
+    return {name: value for name, value in env.items() if name not in copies}
+
+
+# What the user sets through environment variables.
+
+
+def read_settings(env: Mapping[str, str]) -> Settings:
+    """Return what `env` sets. Raises ConfigurationError for a value that is not a number as it must be."""
+    warn = _stall_seconds(env, "DUALDIST_STALL_WARN_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS")
+    timeout = _stall_seconds(env, "DUALDIST_STALL_TIMEOUT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
+    start, share = "DUALDIST_START_TIMEOUT_SECONDS", "DUALDIST_SLOW_WARN_SHARE"
+    timeline = env.get("HOROVOD_TIMELINE", "")
+    return Settings(
+        stall_warn_seconds=warn or Settings.stall_warn_seconds,
+        stall_timeout_seconds=timeout or Settings.stall_timeout_seconds,
+        slow_warn_share=_read_number(
+            share, env.get(share, Settings.slow_warn_share), "positive", "at most 1", 1.0
+        ),
+        start_timeout_seconds=_read_number(start, env.get(start, Settings.start_timeout_seconds), "positive"),
+        shared_memory=env.get("DUALDIST_SHARED_MEMORY", "1") != "0",
+        compare_start=env.get("DUALDIST_COMPARE_START", "1") != "0",
+        # Horovod's DYNAMIC means that the script will call start_timeline().
+        timeline=None if timeline in ("", "DYNAMIC") else timeline,
+        timeline_mark_cycles=env.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"),
+        dump_folder=env.get("DUALDIST_DUMP_DIR") or None,
+        summary=None if env.get("DUALDIST_SUMMARY", "0") in ("", "0") else env["DUALDIST_SUMMARY"],
+    )
+
+
+def _stall_seconds(env: Mapping[str, str], name: str, horovods: str) -> float:
+    """Return the value of `name`, else that of Horovod's variable `horovods`, else 0.
+
+    Horovod's values are those of horovod/common/utils/env_parser.cc:120. Its shutdown time is 0 for never.
+    """
+    if name in env:
+        return _read_number(name, env[name], "positive")
+    if env.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
+        return NEVER_SECONDS
+    return _read_number(horovods, env[horovods], "non-negative") if env.get(horovods) else 0.0
+
+
+def _read_number(
+    name: str, text: str | float, rule: str, unit: str = "seconds", most: float = 1e308
+) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    is_number = 0 <= number <= most  # false for NaN
+    if not is_number or (number == 0 and rule == "positive"):
+        raise ConfigurationError(
+            f"`{name}` must be a {rule}, finite number of {unit}, but is {text!r} instead."
+        )
+    return number

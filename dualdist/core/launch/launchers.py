@@ -1,0 +1,359 @@
+"""The table of launchers: the environment variables in which each one gives a process its rank and the world's size.
+
+A new launcher is a row of LAUNCHERS, here or in a package that registers it. MARKS are variables that only launched
+processes have, so that none of them trains alone by mistake.
+
+Sources: torchrun, https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; horovodrun,
+horovod/runner/gloo_run.py:66; Open MPI, https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html; MPICH and
+Intel MPI, hydra's PMI; MVAPICH, its user guide 9.8; LSF's jsrun, JSM_NAMESPACE_* (horovod/runner/util/lsf.py and
+Spectrum MPI); Slurm, srun(1) OUTPUT ENVIRONMENT VARIABLES; Flux, flux-environment(7); PALS, its header pals.h;
+prterun, PRRTE src/mca/schizo/prte/schizo_prte.c:setup_fork. tests/unit/environments has one environment of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import ConfigurationError
+
+ELASTIC_DIR = "DUALDIST_ELASTIC_DIR"
+"""The variable that names the folder of elastic commits."""
+
+DUALDIST_RUN, SPAWN = "dualdist run", "spawn"
+OUTERMOST = (DUALDIST_RUN, SPAWN)
+"""The launchers of dualdist itself. They pass on no variable of an outer launcher, so all others run inside them."""
+
+SITE = "site"
+"""The launcher that the variables DUALDIST_RANK_FROM and others describe."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables that one launcher sets for its processes."""
+
+    name: str
+    rank: str
+    size: str | None
+    """None: no variable has it, and only MPI can report it."""
+    local_rank: str | None
+    local_size: str | None
+    """None: no variable has it. Then it is not known whether all ranks are on one host, and could meet in a file."""
+    markers: tuple[str, ...]
+    """NAME or NAME=VALUE: any one of them shows that this launcher started the process."""
+    inside: tuple[str, ...] = ()
+    """Launchers that may have started this one. Their numbers describe the launcher, not this process."""
+    set_too_by: tuple[str, ...] = ()
+    """Launchers that set this row's variables beside their own. Where one reports the same numbers, it counts alone."""
+    starts_mpi: tuple[str, ...] = ()
+    """Any one of these variables shows that the processes can join through MPI."""
+    elastic: tuple[str, ...] = ()
+    """NAME=VALUE: any one of them shows that the launcher changes the world while it runs."""
+    restarts: tuple[str, ...] = ()
+    """Any one of these variables, unless it is empty or 0, shows that the launcher restarts all processes."""
+    starts_horovod: bool = False
+    """Whether Horovod itself starts under this launcher: with its MPI controller if `starts_mpi`, else with Gloo."""
+    asks_mpi: bool = False
+    """Whether MPI may report the size where the variables do not."""
+    pmix_namespace: str = ""
+    """How PMIX_NAMESPACE starts if this launcher has set it, as far as that is known."""
+    node_count: str | None = None
+    """The variable with the number of nodes. If it is 1, `size` is also the local size."""
+    node: str | None = None
+    """The variable with this node's number. Then `local_size` lists the sizes of all nodes: 4(x2),3 is 4, 4, 3."""
+    init_method: str | None = None
+    """Where the processes meet, in the form of torch.distributed."""
+    is_command: bool = True
+    """Whether `name` is also the name of a program."""
+
+
+_TORCH_NUMBERS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+_SCHEDULERS = ("jsrun", "srun", "flux", "PALS", *OUTERMOST)
+_MPI = ("mpirun", "mpirun_rsh", "mpiexec", "prterun", "PMIx")
+
+LAUNCHERS = (
+    Launcher(
+        "torchrun",
+        *_TORCH_NUMBERS,
+        markers=("TORCHELASTIC_RUN_ID",),
+        inside=(*_MPI, *_SCHEDULERS, SITE),
+        # torchrun hides from its processes that --nnodes is a range. Then it restarts them without --max-restarts, too.
+        restarts=("TORCHELASTIC_MAX_RESTARTS", ELASTIC_DIR),
+        init_method="env://",
+    ),
+    Launcher(
+        "horovodrun",
+        rank="HOROVOD_RANK",
+        size="HOROVOD_SIZE",
+        local_rank="HOROVOD_LOCAL_RANK",
+        local_size="HOROVOD_LOCAL_SIZE",
+        markers=("HOROVOD_RANK", "HOROVOD_SIZE"),
+        inside=(*_MPI, *_SCHEDULERS, SITE),
+        elastic=("HOROVOD_ELASTIC=1",),
+        starts_horovod=True,
+    ),
+    Launcher(
+        "jsrun",
+        rank="JSM_NAMESPACE_RANK",
+        size="JSM_NAMESPACE_SIZE",
+        local_rank="JSM_NAMESPACE_LOCAL_RANK",
+        local_size="JSM_NAMESPACE_LOCAL_SIZE",
+        markers=("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+        inside=OUTERMOST,
+        starts_mpi=("JSM_NAMESPACE_SIZE",),
+    ),
+    Launcher(
+        "mpirun",
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        markers=("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        inside=_SCHEDULERS,
+        starts_mpi=("OMPI_COMM_WORLD_SIZE",),
+        starts_horovod=True,
+    ),
+    Launcher(
+        "mpirun_rsh",
+        rank="MV2_COMM_WORLD_RANK",
+        size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+        markers=("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+        inside=_SCHEDULERS,
+        starts_mpi=("MV2_COMM_WORLD_SIZE",),
+    ),
+    Launcher(
+        "srun",
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        local_size="SLURM_STEP_TASKS_PER_NODE",
+        markers=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
+        inside=OUTERMOST,
+        starts_mpi=("PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI2_FD"),
+        # src/plugins/mpi/pmix/pmixp_info.c:pmixp_info_set
+        pmix_namespace="slurm.pmix.",
+        node="SLURM_NODEID",
+    ),
+    # `flux start`, under another launcher, removes PMI_* and SLURM_* for its batch script (flux-environment(7)).
+    Launcher(
+        "flux",
+        rank="FLUX_TASK_RANK",
+        size="FLUX_JOB_SIZE",
+        local_rank="FLUX_TASK_LOCAL_ID",
+        # FLUX_JOB_NNODES does not say which of several nodes has how many tasks.
+        local_size=None,
+        node_count="FLUX_JOB_NNODES",
+        markers=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+        inside=("jsrun", "srun", "PALS", *OUTERMOST),
+        starts_mpi=("PMIX_RANK", "PMI_RANK", "PMI_FD"),
+    ),
+    # mpiexec and aprun of HPE Cray EX. With `--pmi=pmix`, no variable has the size.
+    Launcher(
+        "PALS",
+        rank="PALS_RANKID",
+        size="PMI_SIZE",
+        local_rank="PALS_LOCAL_RANKID",
+        local_size="PALS_LOCAL_SIZE",
+        markers=("PALS_RANKID",),
+        inside=OUTERMOST,
+        # Slurm's plugin cray_shasta (mpi_cray_shasta.c:mpi_p_slurmstepd_task) and Flux's cray-pals.
+        set_too_by=("srun", "flux"),
+        starts_mpi=("PMIX_RANK", "PMI_RANK"),
+        asks_mpi=True,
+        is_command=False,
+    ),
+    Launcher(
+        "mpiexec",
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+        markers=("PMI_SIZE", "PMI_RANK"),
+        inside=_SCHEDULERS,
+        set_too_by=("jsrun", "srun", "flux", "PALS"),
+        starts_mpi=("PMI_SIZE",),
+    ),
+    # Open MPI's mpirun is prterun and sets PRTE_LAUNCHED, too.
+    Launcher(
+        "prterun",
+        rank="PMIX_RANK",
+        size=None,
+        local_rank=None,
+        local_size=None,
+        markers=("PRTE_LAUNCHED",),
+        inside=_SCHEDULERS,
+        set_too_by=("mpirun",),
+        starts_mpi=("PMIX_RANK",),
+        asks_mpi=True,
+    ),
+    Launcher(
+        "PMIx",
+        rank="PMIX_RANK",
+        size=None,
+        local_rank=None,
+        local_size=None,
+        markers=("PMIX_RANK", "PMIX_NAMESPACE"),
+        inside=_SCHEDULERS,
+        set_too_by=("jsrun", "mpirun", "mpirun_rsh", "srun", "flux", "PALS", "mpiexec", "prterun"),
+        starts_mpi=("PMIX_RANK",),
+        asks_mpi=True,
+        is_command=False,
+    ),
+    *(
+        Launcher(
+            name,
+            rank="DUALDIST_RANK",
+            size="DUALDIST_SIZE",
+            local_rank="DUALDIST_LOCAL_RANK",
+            local_size="DUALDIST_LOCAL_SIZE",
+            markers=(f"DUALDIST_LAUNCHER={name}",),
+            inside=OUTERMOST,
+            is_command=False,
+        )
+        for name in OUTERMOST
+    ),
+    # torchrun's variables, set by hand or by a cluster.
+    Launcher(
+        "env",
+        *_TORCH_NUMBERS,
+        markers=("RANK", "WORLD_SIZE"),
+        init_method="env://",
+        is_command=False,
+    ),
+)
+"""Where several launchers report the same numbers, the first row wins."""
+
+
+# Rows beside the table: one that environment variables describe (detect.py), and those that packages register.
+
+NAMED_BY = {
+    "rank": "DUALDIST_RANK_FROM",
+    "size": "DUALDIST_SIZE_FROM",
+    "local_rank": "DUALDIST_LOCAL_RANK_FROM",
+    "local_size": "DUALDIST_LOCAL_SIZE_FROM",
+}
+"""Field of Launcher -> the variable that names the variable with this number."""
+
+_GROUP = "dualdist.launchers"
+
+
+@functools.cache
+def registered_launchers() -> tuple[Launcher, ...]:
+    """Return the launchers that installed packages register: each entry point is a Launcher or a tuple of them.
+
+    Raises ConfigurationError when an entry point is not a Launcher.
+    """
+    rows: list[Launcher] = []
+    for point in importlib.metadata.entry_points(group=_GROUP):
+        loaded = point.load()
+        for row in loaded if isinstance(loaded, tuple) else (loaded,):
+            if not isinstance(row, Launcher):
+                raise ConfigurationError(
+                    f"`{point.name}` of the entry points {_GROUP!r} must be a Launcher or a tuple of "
+                    f"them, but is {type(row).__name__} instead. Correct or uninstall {point.value}."
+                )
+            rows.append(row)
+    return tuple(rows)
+
+
+# Marks: variables that only a launched process has, also of launchers that give no rank and size.
+#
+# A process without a launcher of the table that carries one is one of several processes, and must not train alone.
+# Variables of an allocation or a batch script (SLURM_JOB_ID, PBS_NODEFILE, LSB_HOSTS, FLUX_URI) are no marks.
+#
+# Sources: PBS, pbsdsh(1B) (the batch script is task 1, on node 0); LSF, Open MPI 4 orte/mca/ess/lsf/ess_lsf_module.c;
+# aprun's ALPS_APP_PE, libfabric prov/gni; HPE MPI's MPT_LRANK, https://docs.lammps.org/Run_options.html; MPI_RANKID of
+# Platform MPI and MPIRUN_RANK, libfabric prov/psm3; hydra and Open MPI, the recorded environments of the
+# tests; SageMaker, the names in sagemaker-training-toolkit; Kubeflow Trainer 2, pkg/constants/constants.go.
+
+_POSITIVE = r"0*[1-9]\d*"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A variable that shows that a launcher started this process."""
+
+    variable: str
+    who: str
+    """What sets it, in a few words."""
+    rows: tuple[str, ...] = ()
+    """Launchers of the table whose processes may have it, also because of what started the launcher."""
+    value: str = ".+"
+    """A regular expression: the values that show it."""
+    unless: str = ""
+    """NAME=VALUE: this setting shows that there is only one process."""
+
+
+_TORCH = ("torchrun", "env")
+_PMI = ("mpiexec", "mpirun_rsh", "jsrun", "srun", "flux", "PALS")
+_OPEN_MPI = ("mpirun", "jsrun")
+
+MARKS = (
+    Mark("RANK", "torchrun or a cluster", _TORCH),
+    Mark("LOCAL_RANK", "torchrun or a cluster", _TORCH, _POSITIVE),
+    Mark("GROUP_RANK", "torchrun", _TORCH, _POSITIVE),
+    Mark("NODE_RANK", "a cluster or Ray", _TORCH, _POSITIVE),
+    Mark("PET_NODE_RANK", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
+    Mark("PET_MASTER_ADDR", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
+    Mark("PET_RDZV_ENDPOINT", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
+    Mark("SM_HOSTS", "SageMaker", (*_TORCH, "mpirun"), ".*,.*"),
+    Mark("DUALDIST_RANK", "`dualdist run` or spawn", OUTERMOST),
+    Mark("DUALDIST_SIZE", "`dualdist run` or spawn", OUTERMOST),
+    Mark("OMPI_COMM_WORLD_LOCAL_RANK", "Open MPI's mpirun", _OPEN_MPI),
+    Mark("OMPI_UNIVERSE_SIZE", "Open MPI's mpirun", _OPEN_MPI),
+    Mark("OMPI_MCA_ess_base_vpid", "Open MPI's mpirun", _OPEN_MPI),
+    Mark("JSM_NAMESPACE_LOCAL_RANK", "jsrun", ("jsrun",)),
+    Mark("MV2_COMM_WORLD_LOCAL_RANK", "MVAPICH's mpirun_rsh", ("mpirun_rsh",)),
+    Mark("MPIRUN_RANK", "MVAPICH's mpirun_rsh", ("mpirun_rsh",)),
+    Mark("SLURM_PROCID", "srun", ("srun",), _POSITIVE),
+    Mark("SLURM_LOCALID", "srun", ("srun",), _POSITIVE),
+    Mark("SLURM_STEP_TASKS_PER_NODE", "srun", ("srun",)),
+    Mark("FLUX_TASK_LOCAL_ID", "flux run", ("flux",)),
+    Mark("PALS_LOCAL_RANKID", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
+    Mark("PALS_LOCAL_SIZE", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
+    Mark("PALS_APID", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
+    Mark("MPI_LOCALRANKID", "the mpiexec of MPICH or Intel MPI", _PMI),
+    Mark("HYDI_CONTROL_FD", "the mpiexec of MPICH or Intel MPI", _PMI),
+    Mark("PMI_LOCAL_RANK", "an MPI launcher", _PMI),
+    Mark("PMI_FD", "an MPI launcher", _PMI),
+    Mark("PMI_ID", "an MPI launcher", _PMI),
+    Mark("PMI_PORT", "an MPI launcher", _PMI),
+    Mark("PBS_TASKNUM", "pbsdsh", _MPI, r"(?!0*1$).+"),
+    Mark("PBS_NODENUM", "pbsdsh", _MPI, _POSITIVE),
+    Mark("PBS_VNODENUM", "pbsdsh", _MPI, _POSITIVE),
+    Mark("LSF_PM_TASKID", "LSF's blaunch", _MPI),
+    Mark("ALPS_APP_PE", "Cray's aprun"),
+    Mark("MPT_LRANK", "HPE MPI's mpiexec_mpt"),
+    Mark("MPI_RANKID", "Platform MPI's mpirun"),
+)
+
+
+# Starting a command under mpirun: for `dualdist doctor`, and for the agents of `dualdist run --start-with mpirun`.
+
+
+def mpirun_command(size: int, command: Sequence[str]) -> list[str] | None:
+    """Return the command line that runs `command` in `size` processes of this host; None if mpirun is not on PATH.
+
+    Open MPI's mpirun is allowed to start more processes than there are cores, and to run as root.
+    """
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        return None
+    options = ["-np", str(size)]
+    if is_open_mpi(mpirun):
+        options += ["--oversubscribe", *["--allow-run-as-root"] * (os.getuid() == 0)]
+    return [mpirun, *options, *command]
+
+
+@functools.cache
+def is_open_mpi(mpirun: str) -> bool:
+    """Return whether the program `mpirun` is that of Open MPI."""
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return "Open MPI" in version.stdout

@@ -1,0 +1,262 @@
+"""init and shutdown, and what shows how the world spends its time: start_timeline, stop_timeline and report."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from ..errors import ConfigurationError
+from ..mpi import meeting as mpi
+from ..mpi.meeting import MpiBoard, ending_late_calls, limited_start
+from ..observation.usage import combined
+from .checks import configuration, flag, integer, items, number, path, text, wrong
+from .collectives.join import stand_in
+from .collectives.objects import allgather_object
+from .launch import detect
+from .launch.environment import read_settings, without_copies
+from .meeting.addresses import find_addresses
+from .meeting.member import Meeting
+from .meeting.server import reserved_port
+from .types import NEVER_SECONDS, Launch
+from .world.context import current, is_forked, is_initialized, join_world, leave_world
+from .world.process_sets import ProcessSet, forget_world, is_communicator, register_world
+
+# `init(comm=)`: a world of some of the launched processes, as in Horovod under mpirun.
+#
+# The members meet through their own communicator. Several worlds can exist side by side, as after Split.
+
+
+@contextlib.contextmanager
+def part_of_world(comm: Any, env: Mapping[str, str], seconds: float) -> Iterator[dict[str, Any]]:
+    """Yield the fields of Launch that differ in the world of `comm`. The block joins it. Collective over `comm`.
+
+    comm: an mpi4py communicator, a list of ranks, or None for all. seconds: to wait for another member.
+    Raises ConfigurationError when this process is not in `comm`, or its members cannot meet.
+    """
+    if comm is None:
+        yield {}
+        return
+    is_list = not is_communicator(comm)
+    launch = detect(env, mpi.world_size)
+    if is_list and sorted(comm) == list(range(launch.size)):
+        yield {}
+        return
+    members = _communicator(list(comm), launch.rank, launch.size, launch.starts_mpi) if is_list else comm
+    rank, size = members.Get_rank(), members.Get_size()
+    is_whole = (rank, size) == (launch.rank, launch.size)
+    with contextlib.ExitStack() as stack:
+        with Meeting(MpiBoard(Launch("MPI", rank, size), env, members), rank, size, seconds) as meeting:
+            are_whole = meeting.gather(str(is_whole)) == [str(True)] * size
+            host = find_addresses(rank, meeting.gather, env).first
+            port = meeting.gather(str(stack.enter_context(reserved_port()) if rank == 0 else None))[0]
+        part = {"rank": rank, "size": size, "init_method": f"tcp://{host}:{port}", "is_part": True}
+        yield {} if are_whole else part
+
+
+def _communicator(ranks: Sequence[int], own: int, size: int, starts_mpi: bool) -> Any:
+    """Return the communicator of the launched processes `ranks`, in this order. Collective over them."""
+    fix = "Pass ranks of the processes that the launcher started, each once, and call init() on these alone."
+    if len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks) or not ranks:
+        raise ConfigurationError(
+            f"`comm` must name ranks below {size}, each once, but is {list(ranks)} instead. {fix}"
+        )
+    if own not in ranks:
+        raise ConfigurationError(
+            f"`comm` must name this process, rank {own} of {size}, but is {list(ranks)} instead. {fix}"
+        )
+    library = mpi.library() if starts_mpi else None
+    if library is None or library.COMM_WORLD.Get_size() != size:
+        raise ConfigurationError(
+            f"`comm` must name all {size} ranks, but is {sorted(ranks)} instead: a world of fewer ranks needs mpirun "
+            "and mpi4py. Use init(process_sets=) for collectives over some of the ranks."
+        )
+    with ending_late_calls("MPI_Comm_create_group"):
+        return library.COMM_WORLD.Create_group(library.COMM_WORLD.Get_group().Incl(ranks))
+
+
+_joining = threading.RLock()
+"""Held by the thread that joins the world. Another one that calls init() meanwhile finds the world joined."""
+
+
+def _after_fork() -> None:
+    """In the forked process, release the lock of a thread that is not there."""
+    global _joining
+    _joining = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def init(
+    comm: Any = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+    *,
+    backend: str | None = None,
+    transport: str | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: timedelta | float | None = None,
+) -> None:
+    """Join the world. Collective: every launched process must call it. A second call only checks its arguments.
+
+    Args:
+        comm: an mpi4py communicator or a list of ranks of the launcher. None: all ranks. Its processes form the world,
+            in its order. Several worlds can exist side by side. Fewer than all ranks need mpirun and mpi4py, and use
+            Gloo or NCCL.
+        process_sets: process sets to register, or "dynamic" (sets can always be added later).
+        backend: "torch", "horovod" or "local". None: DUALDIST_BACKEND, else a backend that already runs in this
+            process, else the usual backend of the launcher.
+        transport: "nccl", "xccl", "gloo" or "mpi". None: DUALDIST_TRANSPORT, else the best one on this machine.
+        init_method, rank, world_size: as in torch.distributed.init_process_group: "tcp://host:port", "file:///path" or
+            "env://".
+        timeout: how long a collective waits for a rank before it raises StallError, in seconds or as in
+            torch.distributed.init_process_group. None: DUALDIST_STALL_TIMEOUT_SECONDS, else 600 s.
+
+    Raises:
+        ConfigurationError: an argument or the environment is wrong, or the backend is not installed; or a world is
+            joined already, with another `backend`, `transport`, `rank` or `world_size`.
+        WorldMismatchError: the backend joined a different world from the one that the launcher started.
+        NotInitializedError: this process was forked from one that had joined a world.
+    """
+    given = dict(locals())
+    with configuration():
+        comm, sets = _checked(comm, process_sets, backend, transport)
+        if timeout is not None:
+            timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            fix = "Pass a timedelta, or seconds."
+            timeout = number("timeout", timeout, above=0, most=NEVER_SECONDS, fix=fix)
+    with _joining:
+        if is_initialized() and not is_forked():
+            _check_joined(backend=backend, transport=transport, rank=rank, world_size=world_size)
+            return
+        env = without_copies(os.environ)
+        if timeout is not None:
+            env["DUALDIST_STALL_TIMEOUT_SECONDS"] = str(timeout)
+        settings = read_settings(env)
+        seconds = settings.start_timeout_seconds
+        with limited_start(env, seconds), part_of_world(comm, env, seconds) as part:
+            override = {"init_method": init_method, "rank": rank, "size": world_size} | part
+            context = join_world(stand_in, backend, transport, override, env, settings)
+        context.arguments = given | {"comm": comm, "process_sets": sets}  # lists, since iterators have ended
+        try:
+            register_world(sets, comm)
+            if context.opens_process_group:
+                context.backend.open_process_group()
+            context.backend.finish_start()
+        except BaseException:
+            shutdown()
+            raise
+
+
+def _checked(comm: Any, process_sets: Any, backend: Any, transport: Any) -> tuple[Any, list[Any]]:
+    """Return `comm`, a list of ranks as a list, and the process sets to register.
+
+    Raises TypeError or ValueError for an argument that no world accepts. core/launch/detect.py checks the others.
+    """
+    rule, fix = "a communicator, a list of ranks or None", "Pass a list of ranks or an mpi4py communicator."
+    if isinstance(comm, str):
+        raise wrong("comm", rule, comm, "Pass names as init(backend=) and init(transport=).", TypeError)
+    if comm is not None and not is_communicator(comm):
+        ranks = items("comm", comm, rule, fix)
+        comm = [integer(f"comm[{place}]", rank, least=0, fix=fix) for place, rank in enumerate(ranks)]
+    sets: list[Any] = []
+    is_dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
+    if process_sets is not None and not is_dynamic:
+        fix = "Pass a list such as [[0, 1], [2, 3]]."
+        sets = items("process_sets", process_sets, 'a list of process sets, or "dynamic"', fix)
+        for process_set in sets:
+            if not isinstance(process_set, ProcessSet) and not is_communicator(process_set):
+                items("process_sets", process_set, "a list of process sets or of lists of ranks", fix)
+    for name, value in (("backend", backend), ("transport", transport)):
+        if value is not None:
+            text(name, value)
+    return comm, sets
+
+
+def _check_joined(**given: str | int | None) -> None:
+    """Raise ConfigurationError unless the joined world is as `given`; None: as it is."""
+    joined = current().backend
+    own = {
+        "backend": joined.name,
+        "transport": joined.transport,
+        "rank": joined.rank,
+        "world_size": joined.size,
+    }
+    for name, value in given.items():
+        if value not in (None, own[name]):
+            rule = f"{own[name]!r}, as in the world that is joined"
+            fix = "Call shutdown() before you join another one."
+            raise wrong(name, rule, value, fix, ConfigurationError)
+
+
+def shutdown() -> None:
+    """Leave the world. Runs automatically when the process ends.
+
+    Collective: call it on every rank, because ranks that stay cannot complete another call. It does nothing if no world
+    is joined, or if this process was forked from one that had joined it.
+    """
+    if not is_forked():
+        forget_world()
+        leave_world()
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Start writing a Chrome trace of all collectives, as HOROVOD_TIMELINE does from `init()` on. Local.
+
+    Only rank 0 writes; the call does nothing on other ranks. Unlike in Horovod, HOROVOD_TIMELINE need not be set.
+    chrome://tracing and ui.perfetto.dev can read the file at any time, also after a crash.
+
+    Args:
+        file_path: overwritten, unless it is the open timeline. A timeline that is open under another path is closed.
+        mark_cycles: write an event CYCLE_START whenever ranks begin to agree on a collective.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+        NotInitializedError: before `init()`.
+    """
+    current().timeline.open(str(path("file_path", file_path)), flag("mark_cycles", mark_cycles))
+
+
+def stop_timeline() -> None:
+    """Close the file that `start_timeline` or HOROVOD_TIMELINE opened, if any. Local.
+
+    Raises NotInitializedError before `init()`.
+    """
+    current().timeline.close()
+
+
+def report() -> dict[str, Any]:
+    """Return how the ranks have spent their time since the last call, and for which rank the others wait.
+
+    Collective over the world, for example once an epoch.
+
+    Returns:
+        A dictionary, equal on all ranks, that JSON can hold:
+
+        - "ranks": for each rank a dictionary with "rank", "size" (of the world), "start" (the time of the last call, in
+          seconds since the epoch), "seconds" (since then), "calls" (collectives for which it has waited),
+          "bytes_reduced" (that it has given to reductions; gradients before compression) and shares of the time that
+          add up to 1: "data_loading" (until a DataLoader gives the next batch), "waiting" (for other ranks),
+          "communication" (the wait for data that all ranks have in common) and "computing" (the rest). Waits of other
+          threads than the main one do not count.
+        - "slowest": the rank for which the others wait; None if the shares of waiting differ by less than 0.05.
+        - "reason": what takes longer on that rank, "computing" or "data_loading"; None without such a rank.
+        - "share": how much more of the time the others wait than that rank.
+        - "since": the "start" of the first of the successive reports, until this one, that name the same rank.
+        - "scalars": the shares of all ranks in one dictionary, for SummaryWriter.add_scalars of TensorBoard.
+
+    Time that a GPU waits is seen only where the host waits for the GPU, as in `item()`.
+
+    Raises HorovodInternalError as `allgather_object`, and NotInitializedError before `init()`.
+    """
+    context = current()
+    usage = context.watch.usage
+    mine = usage.take(context.backend.rank, context.backend.size)
+    reports = allgather_object(mine, name="dualdist.report")
+    usage.last_report = combined(reports, usage.last_report)
+    return usage.last_report

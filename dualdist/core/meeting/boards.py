@@ -1,0 +1,408 @@
+"""Where the ranks find the server of their meeting: what each kind of launcher contributes.
+
+Under most launchers, rank 0 starts the server, and publishes its address where the launcher lets all ranks look:
+horovodrun's HTTP server, a message of MPI (mpi.py), or a store (core/backends/store.py). An earlier start may have left
+its address there: nobody answers who knows the secret, and the rank looks again. Elsewhere the address is known before:
+the ranks share a host, the launcher itself runs the server, or it has given all ranks an address of rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from ...errors import ConfigurationError
+from ..launch import is_one_host
+from ..launch.detect import host_names
+from ..launch.environment import RENDEZVOUS, secret_in
+from ..types import Launch
+from .addresses import INTERFACE, LOOPBACK, candidates, own_node
+from .server import MeetingServer
+
+ADVICE = (
+    "Look at its output; every process must join, with a rank of its own. "
+    "Set DUALDIST_START_TIMEOUT_SECONDS to wait longer."
+)
+
+
+class ServerAddress(NamedTuple):
+    """Where a server listens, or several places where it may listen."""
+
+    hosts: Sequence[str]
+    ports: Sequence[int]
+    secret: bytes
+
+
+class Board(ABC):
+    """Where the ranks find the server."""
+
+    advice = ADVICE
+    """The last sentences of an error about missing ranks."""
+    where: str
+    """The place of the server, as errors name it."""
+    fix: str
+    """What to do if no server is there, as errors say it."""
+    is_launchers = False
+    """Whether the launcher runs the server, from before the ranks start until the last one has ended."""
+
+    @abstractmethod
+    def serve(self, size: int) -> MeetingServer | None:
+        """On rank 0, start the server for `size` ranks, and publish where it is. None if the launcher runs it."""
+
+    @abstractmethod
+    def find(self, seconds: float) -> ServerAddress | None:
+        """Return where the server is; None if that is not known yet. May wait until it is, for so many seconds."""
+
+    def clear(self) -> None:  # noqa: B027 - most publish nothing
+        """On rank 0, when all ranks have arrived or it gives up, remove what it has published."""
+
+
+class PublishedBoard(Board):
+    """Rank 0 publishes the address of its server."""
+
+    where = "the address that rank 0 has published"
+    fix = (
+        f"Look at rank 0's output, set {INTERFACE} to the network interface that connects the hosts, or open the "
+        "firewall between them."
+    )
+
+    def __init__(self, launch: Launch, env: Mapping[str, str]) -> None:
+        self._env = env
+        self._is_one_host = is_one_host(launch)
+        self._own: ServerAddress | None = None
+        """On rank 0, where its server is."""
+
+    @abstractmethod
+    def write(self, text: str) -> None:
+        """Publish `text`, in place of any other."""
+
+    @abstractmethod
+    def read(self, seconds: float) -> str | None:
+        """Return the text that is published. Without one, return None. May wait for it so many seconds."""
+
+    def serve(self, size: int) -> MeetingServer:
+        hosts = [] if self._is_one_host else self._candidates()
+        secret = secrets.token_bytes(32)
+        server = MeetingServer(size, [LOOPBACK, *hosts], secret)
+        self._own = ServerAddress([LOOPBACK], [server.port], secret)
+        try:
+            place = [own_node(), hosts, server.port, secret.hex()]
+            self.write(json.dumps(place, separators=(",", ":")))  # PMI-1 allows no blanks
+        except BaseException:
+            server.close()
+            raise
+        return server
+
+    def _candidates(self) -> list[str]:
+        try:
+            return candidates(self._env)
+        except ConfigurationError:  # all ranks learn of it when they have met: see find_addresses
+            return candidates({})
+
+    def find(self, seconds: float) -> ServerAddress | None:
+        if self._own is not None:
+            return self._own
+        text = self.read(seconds)
+        if not text:
+            return None
+        node, hosts, port, secret = json.loads(text)
+        return ServerAddress([LOOPBACK] if node == own_node() else hosts, [port], bytes.fromhex(secret))
+
+
+def rising(first: float, longest: float) -> Iterator[float]:
+    """Yield pauses between polls: each is twice as long as the one before, up to the longest."""
+    while True:
+        yield first
+        first = min(2 * first, longest)
+
+
+_LONGEST = 1 << 20
+"""How many characters of a file are read: more than an address has."""
+
+
+class FileBoard(PublishedBoard):
+    """A file that belongs to this user and has one line."""
+
+    def __init__(self, launch: Launch, env: Mapping[str, str], path: Path) -> None:
+        super().__init__(launch, env)
+        self._path = path
+
+    def write(self, text: str) -> None:
+        self.read(0.0)
+        with open(self._descriptor(os.O_WRONLY | os.O_TRUNC), "w") as file:
+            file.write(f"{text}\n")
+
+    def read(self, seconds: float) -> str | None:
+        with open(self._descriptor(os.O_RDONLY), errors="replace") as file:
+            text = file.read(_LONGEST)
+        if not text.startswith('["'[: len(text)]):  # an address, or its first part
+            raise ConfigurationError(
+                f"{self._path} must be a new file, or one that an earlier start has left, but has other content. "
+                "Choose another file."
+            )
+        return text if text.endswith("\n") else None
+
+    def clear(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def _descriptor(self, mode: int) -> int:
+        # On NFS, only opening it with O_CREAT shows at once whether another host has made it.
+        descriptor = os.open(self._path, mode | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        if os.fstat(descriptor).st_uid != os.getuid():
+            os.close(descriptor)
+            raise ConfigurationError(
+                f"{self._path} must be a file of this user, but is not. Remove it, or choose another file."
+            )
+        return descriptor
+
+
+class HttpBoard(PublishedBoard):
+    """horovodrun's server (horovod/runner/http/http_server.py)."""
+
+    def __init__(self, launch: Launch, env: Mapping[str, str], address: str) -> None:
+        super().__init__(launch, env)
+        self._url = f"http://{address}/dualdist/rank0"
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def write(self, text: str) -> None:
+        request = urllib.request.Request(self._url, text.encode(), method="PUT")
+        self._opener.open(request, timeout=_HTTP_SECONDS).close()
+
+    def read(self, seconds: float) -> str | None:
+        try:
+            with self._opener.open(self._url, timeout=_HTTP_SECONDS) as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as error:
+            if error.code == 404:  # not set yet
+                return None
+            raise
+
+    def clear(self) -> None:
+        self.write("")
+
+
+_HTTP_SECONDS = 60.0
+
+
+class KnownBoard(Board):
+    """The address is known before: `place`, of which rank 0 takes the first port that is free."""
+
+    def __init__(self, place: ServerAddress, where: str, fix: str, listens_on: Sequence[str] = ("",)) -> None:
+        """listens_on: the addresses on which rank 0 listens."""
+        self._place, self.where, self.fix, self._listens_on = place, where, fix, listens_on
+
+    def serve(self, size: int) -> MeetingServer | None:
+        for port in self._place.ports:
+            with contextlib.suppress(OSError):
+                return MeetingServer(size, self._listens_on, self._place.secret, port)
+        raise ConfigurationError(
+            f"One of the ports {', '.join(map(str, self._place.ports))} must be free for rank 0, but none is. "
+            "Set MASTER_ADDR and MASTER_PORT to a free one for every process."
+        )
+
+    def find(self, seconds: float) -> ServerAddress:
+        return self._place
+
+
+class LaunchersBoard(KnownBoard):
+    """The server of `dualdist run` and `spawn`."""
+
+    is_launchers = True
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        address = env[RENDEZVOUS]
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ConfigurationError(
+                f"`{RENDEZVOUS}` must be 'host:port', but is {address!r} instead. The launcher sets it; look at what "
+                "overwrites it."
+            )
+        super().__init__(
+            ServerAddress([host], [int(port)], secret_in(env)),
+            f"{RENDEZVOUS}={address}",
+            "Check that the launcher still runs, and that no firewall is between the hosts.",
+        )
+
+    def serve(self, size: int) -> None:
+        return None
+
+
+def given_board(launch: Launch, env: Mapping[str, str]) -> Board:
+    """Return the board of an `init_method`: file:///path, tcp://host:port, or env:// with MASTER_ADDR and _PORT."""
+    method = str(launch.init_method)
+    url = urlsplit(method)
+    if url.scheme == "file":
+        return FileBoard(launch, env, Path(url.path))
+    try:
+        host, port = url.hostname or env["MASTER_ADDR"], url.port or int(env["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise ConfigurationError(
+            "`init_method` must be 'tcp://host:port', or 'env://' with MASTER_ADDR and MASTER_PORT, but is "
+            f"{method!r} instead. Give the address of rank 0 and a free port, or leave init_method out: launchers that "
+            "set no address need none."
+        ) from None
+    fix = "Check the address, and that rank 0 was started."
+    return KnownBoard(ServerAddress([host], [port], b""), f"`init_method`={method!r}", fix)
+
+
+# Where the ranks of one host meet. The process that started them identifies the job.
+
+
+class LauncherProcess(NamedTuple):
+    """Process ID and start time (clock ticks since boot), because process IDs are reused."""
+
+    pid: int
+    start_time: int
+
+    def is_alive(self) -> bool:
+        """Return whether the process still runs."""
+        with contextlib.suppress(OSError):
+            return _start_time(self.pid) == self.start_time
+        return False
+
+
+def find_launcher_process(variable: str) -> LauncherProcess:
+    """Return the process that set `variable` for this one: the nearest ancestor that does not have it itself.
+
+    A shell between the two has inherited the variable, so it is not the launcher.
+    """
+    prefix, pid = f"{variable}=".encode(), os.getppid()
+    while True:
+        # The environment of another user's process, such as Slurm's, cannot be read.
+        with contextlib.suppress(OSError):
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if any(entry.startswith(prefix) for entry in entries):
+                pid = int(process_status(pid)[1])
+                continue
+        return LauncherProcess(pid, _start_time(pid))
+
+
+_IDS = ("PMIX_SERVER_URI", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+_WITH_IDS = ("OMPI_", "PMIX_", "JSM_", "SLURM_")
+"""How the variables of launchers begin that set some of `_IDS`. Another launcher may run several jobs inside theirs."""
+
+
+def job_digest(launch: Launch, env: Mapping[str, str]) -> str:
+    """Return a text that is the same for all processes of this job on this host, and different for other jobs."""
+    source = launch.sources.get("rank", "")
+    names = () if source in env and not source.startswith(_WITH_IDS) else _IDS
+    job = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(names)]
+    if not job:
+        if os.readlink("/proc/self") != f"{os.getpid()}":
+            raise ProcessLookupError  # /proc has the process IDs of another namespace
+        job = [f"{part}" for part in find_launcher_process(source)]
+    return hashlib.sha256("\n".join([launch.launcher, *job]).encode()).hexdigest()[:24]
+
+
+def _start_time(pid: int) -> int:
+    return int(process_status(pid)[19])
+
+
+def process_status(pid: int) -> list[str]:
+    """Return the fields of proc(5)'s stat after the command's name: state, parent, ..., the 20th is the start time."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+class HostBoard(Board):
+    """An abstract address of a Unix socket (unix(7)), at which rank 0 serves.
+
+    It needs no file, so that processes with temporary folders of their own meet, too: each may be in a container.
+    """
+
+    advice = (
+        f"{ADVICE} The processes of a host meet at a Unix socket: if each is in a container, share the host's "
+        "network with all, or set MASTER_ADDR and MASTER_PORT for every process."
+    )
+
+    fix = "Look at rank 0's output."
+
+    def __init__(self, name: str) -> None:
+        self._address, self.where = f"\0{name}", f"the Unix socket @{name}"
+
+    def serve(self, size: int) -> MeetingServer:
+        try:
+            return MeetingServer(size, [self._address], b"")
+        except OSError as error:
+            raise ConfigurationError(
+                f"{self.where} must be free for rank 0, but is not ({error.strerror}). Give every process its own "
+                "rank, or set MASTER_ADDR and MASTER_PORT for every process."
+            ) from error
+
+    def find(self, seconds: float) -> ServerAddress | None:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)  # another user's process may listen there, and accept nobody
+            nobody = probe.connect_ex(self._address)
+        return None if nobody else ServerAddress([self._address], [0], b"")
+
+
+def one_host_board(launch: Launch, env: Mapping[str, str]) -> Board:
+    """Return the board of this host for all processes of this job. Other jobs have other ones."""
+    try:
+        return HostBoard(f"dualdist-{os.getuid()}-{job_digest(launch, env)}")
+    except OSError as error:
+        raise ConfigurationError(
+            f"The process that set {launch.sources['rank']} must be visible to those that it has started, which "
+            "identify their job by it, but is not. Share the host's process IDs with containers, or set MASTER_ADDR "
+            "and MASTER_PORT for every process."
+        ) from error
+
+
+# Where the ranks of a Slurm step on several hosts meet: Slurm itself carries no message between them.
+#
+# A step's variables name its first host, where rank 0 runs (srun's block and cyclic distributions), but no port. So a
+# few ports are computed from the IDs of job and step. Rank 0 serves at the first one that is free on all its addresses.
+# The others try all of them; they recognise rank 0 because its server proves that it knows the secret.
+
+_NODES = "SLURM_STEP_NODELIST"
+_LOWEST_PORT, _PORTS, _TRIES = 20000, 10000, 8
+"""The lowest port, the number of ports, and how many to try. All are below the ports that Linux itself assigns."""
+_SCONTROL_SECONDS = 10.0
+
+
+def has_first_host(env: Mapping[str, str]) -> bool:
+    """Return whether `env` names the step's first host, which `slurm_board` needs."""
+    return bool(env.get("SLURM_STEP_ID") and env.get(_NODES))
+
+
+def slurm_board(rank: int, env: Mapping[str, str]) -> Board:
+    """Return the board of the step's first host. Without DUALDIST_SECRET, the job's IDs are the secret."""
+    job = "/".join(env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
+    digest = hashlib.sha256(job.encode()).digest()
+    start = int.from_bytes(digest[:4], "big")
+    ports = [_LOWEST_PORT + (start + 1237 * number) % _PORTS for number in range(_TRIES)]
+    first = host_names(env[_NODES])[0]
+    is_there = rank == 0 or env.get("SLURM_NODEID") == "0"
+    return KnownBoard(
+        ServerAddress([LOOPBACK if is_there else node_address(first)], ports, secret_in(env) or digest),
+        f"{first}, the first host of {_NODES}",
+        "Start MPI with srun --mpi=pmix, or set MASTER_ADDR and MASTER_PORT for every process.",
+        [LOOPBACK, *candidates(env)] if rank == 0 else [],
+    )
+
+
+def node_address(node: str) -> str:
+    """Return an address of `node`. Ask Slurm if only Slurm knows the name."""
+    with contextlib.suppress(OSError, UnicodeError):
+        return socket.gethostbyname(node)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["scontrol", "show", "node", node]
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=True
+        )
+        found = re.search(r"\bNodeAddr=(\S+)", answer.stdout)
+        if found:
+            return found[1]
+    return node

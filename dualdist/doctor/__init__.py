@@ -1,0 +1,1 @@
+"""The command `dualdist doctor`: what was detected, what can start here, and how the links of a world are."""

@@ -1,0 +1,132 @@
+"""The HTTP server at which Horovod's Gloo controllers exchange their addresses, as horovodrun's does.
+
+Horovod's client (horovod/common/gloo/http_store.cc) sends no secret, so the server is open to everyone who reaches its
+address, as horovodrun's is. It only stores short values, and none of them is interpreted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from ..core.types import World
+
+_LONGEST_VALUE, _MOST_BYTES = 1 << 20, 64 << 20
+"""Bytes of one value, and of all values together."""
+_REQUEST_SECONDS = 30.0
+
+
+class HttpStore:
+    """Serves PUT, GET and DELETE of /SCOPE/KEY until it is closed. A context manager.
+
+    scopes: the number of members of each of Horovod's own scopes. Each member deletes its rank when it has connected to
+    the others; then the scope is emptied, and the same processes can start Horovod again
+    (horovod/runner/http/http_server.py:RendezvousHandler.do_DELETE).
+    """
+
+    def __init__(self, host: str, scopes: Mapping[str, int]) -> None:
+        self._scopes = scopes
+        self._values: dict[tuple[str, str], bytes] = {}
+        self._finished: dict[str, set[str]] = {scope: set() for scope in scopes}
+        self._lock = threading.Lock()
+        store = self
+
+        class Handler(_Handler):
+            values = store
+
+        self._server = _Server((host, 0), Handler)
+        self.host, self.port = host, int(self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="dualdist-http", daemon=True
+        )
+        self._thread.start()
+
+    def __enter__(self) -> HttpStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def get(self, scope: str, key: str) -> bytes | None:
+        """Return a value, None if it is not set."""
+        with self._lock:
+            return self._values.get((scope, key))
+
+    def put(self, scope: str, key: str, value: bytes) -> bool:
+        """Set a value. Return whether there was room for it."""
+        with self._lock:
+            if len(value) + sum(map(len, self._values.values())) > _MOST_BYTES:
+                return False
+            self._values[scope, key] = value
+            return True
+
+    def delete(self, scope: str, key: str) -> None:
+        """Delete a value, or record that the member `key` of one of Horovod's scopes has finished."""
+        with self._lock:
+            if scope not in self._scopes:
+                self._values.pop((scope, key), None)
+                return
+            self._finished[scope].add(key)
+            if len(self._finished[scope]) == self._scopes[scope]:
+                self._finished[scope].clear()
+                self._values = {name: value for name, value in self._values.items() if name[0] != scope}
+
+
+def horovods_scopes(nodes: Sequence[str], worlds: Sequence[World]) -> dict[str, int]:
+    """Return Horovod's own scopes and their numbers of members. nodes, worlds: of each rank."""
+    local = {f"local_{node}": count for node, count in Counter(nodes).items()}
+    cross = {f"cross_{world.local_rank}": world.cross_size for world in worlds}
+    return {"global": len(nodes), **local, **cross}
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 1024
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that closes its connection is no error of the server."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    values: HttpStore
+    timeout = _REQUEST_SECONDS
+
+    def do_GET(self) -> None:
+        value = self.values.get(*self._name())
+        self._answer(HTTPStatus.NOT_FOUND if value is None else HTTPStatus.OK, value or b"")
+
+    def do_PUT(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > _LONGEST_VALUE:
+            self._answer(HTTPStatus.BAD_REQUEST)
+            return
+        value = self.rfile.read(int(length))
+        kept = len(value) == int(length) and self.values.put(*self._name(), value)
+        self._answer(HTTPStatus.OK if kept else HTTPStatus.BAD_REQUEST)
+
+    def do_DELETE(self) -> None:
+        self.values.delete(*self._name())
+        self._answer(HTTPStatus.OK)
+
+    def _name(self) -> tuple[str, str]:
+        """Return (scope, key) of the path /SCOPE/KEY."""
+        scope, _, key = self.path.removeprefix("/").partition("/")
+        return scope, key
+
+    def _answer(self, status: HTTPStatus, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Do not print every request."""

@@ -1,0 +1,595 @@
+"""Say what a script of Horovod, of torch's DDP or of mpi4py with DDP needs to run with dualdist. Nothing is run.
+
+    dualdist migrate train.py              # line by line
+    dualdist migrate --diff train.py       # the changes that can be made mechanically, as a unified diff
+    dualdist migrate --write train.py      # make them in place; comments and formatting stay
+
+Give all files of a job that start or use its processes: torch's DDP is replaced only where every init_process_group is.
+A notebook (.ipynb) is read as one script of its code cells; all but these stays.
+
+  change      can be made mechanically: --write makes it
+  by hand     must be changed or decided by you
+  not needed  may be removed
+  differs     behaves differently afterwards
+
+The exit code is 0 if nothing is left to change, 1 if something is (a change that is not written, or one by hand), and 2
+if a file cannot be read, parsed or written. A file that cannot be read or parsed leaves all files as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import difflib
+import functools
+import importlib.util
+import io
+import itertools
+import os
+import re
+import sys
+import tokenize
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dualdist
+
+from ..compat import MODULES
+from ..core.backends import TRANSPORTS
+from ..core.launch import LAUNCHERS
+from ..errors import ConfigurationError
+from .notebook import HIDDEN, Notebook
+
+CHANGE, BY_HAND, NOT_NEEDED, DIFFERS = "change", "by hand", "not needed", "differs"
+
+Edit = tuple[int, int, str]
+"""The first character of a part of the source, its end, and its new text."""
+_SOURCE = f"readable source of Python {sys.version_info.major}.{sys.version_info.minor}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report, and the edits that make the change."""
+
+    line: int
+    kind: str
+    text: str
+    edits: tuple[Edit, ...] = ()
+
+
+_COMPAT = "`python -m dualdist.compat` runs the script as it is"
+_OF_HOROVOD = {
+    "broadcast_optimizer_state": "makes no step; Horovod's makes one with gradients of zero, which shows with Adam and "
+    "weight decay",
+    "DistributedOptimizer": "returns the given optimizer with its state; Horovod's is a new one without it",
+    "SyncBatchNorm": "works on CPUs too; Horovod's works on CUDA only",
+    "elastic.run": "survives a dead process under torchrun, which starts all again, and on Horovod under horovodrun",
+    "run": "starts no MPI and no elastic job",
+}
+"""Function of Horovod -> what is different in dualdist's."""
+_ADASUM = "Adasum runs between all ranks, not only between hosts: leave local_size() out of the learning rate"
+_SYNCHRONIZE = "gradients are complete after the last of backward_passes_per_step passes: remove the call"
+_PRIVATE = ("_parameter_names", "_handles", "_requires_update", "_allreduce_delay")
+"""Attributes of Horovod's optimizers that scripts read."""
+_NOT_PUBLIC = ("horovod.common.basics", "horovod.common.util", "horovod.runner.elastic.worker")
+"""Modules of Horovod whose functions have no public counterpart with the same parameters."""
+
+_OF_TORCH = {
+    "init_process_group": ("init", "joins the world, under every launcher, and opens torch's default group"),
+    "destroy_process_group": ("shutdown", "leaves the world"),
+    "DistributedDataParallel": ("DistributedDataParallel", "has the arguments of torch's"),
+    "DistributedSampler": ("DistributedSampler", "gives the same indices, and can resume in mid-epoch"),
+    "convert_sync_batchnorm": ("SyncBatchNorm.convert_sync_batchnorm", "works on CPUs and over Horovod, too"),
+}
+"""torch's function -> the name of dualdist's, and what it does."""
+_OF_DDP = (
+    "torch.save(model.state_dict(), ...) writes names without `module.`; load_state_dict accepts both",
+    "backward() decides whether gradients are averaged, not forward(); a forward in evaluation copies no buffers",
+)
+_EXEC = (
+    "not changed: backend, rank or size are not certain. Write hvd.init(), which gets them from the launcher, or start "
+    "this file as it is by `dualdist exec`"
+)
+_MPI = "COMM_WORLD has size 1 under launchers without MPI: use hvd.rank(), hvd.broadcast_object() etc. after hvd.init()"
+_SPAWN = "hvd.init() would leave each of these processes alone: use hvd.spawn(function, args, nprocs=), or a launcher"
+_STARTERS = ("spawn", "start_processes", "Process")
+_STARTING_PACKAGES = ("torch", "multiprocessing")
+"""Functions that start processes which no launcher knows, and the packages that have them."""
+
+_VARIABLES = {
+    variable: (number, row.name)
+    for row in reversed(LAUNCHERS)
+    for number in ("rank", "size", "local_rank", "local_size")
+    if (variable := getattr(row, number)) and not variable.startswith("DUALDIST_")
+} | {
+    "HOROVOD_CROSS_RANK": ("cross_rank", "horovodrun"),
+    "HOROVOD_CROSS_SIZE": ("cross_size", "horovodrun"),
+    "SLURM_NTASKS": ("size", "srun"),
+    "SLURM_NPROCS": ("size", "srun"),
+    "MASTER_ADDR": ("", "torchrun"),
+    "MASTER_PORT": ("", "torchrun"),
+}
+"""Variable of a launcher -> dualdist's function for its value, and the launcher."""
+_SET_BY_INIT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TRANSPORTS = [name for name, transport in TRANSPORTS.items() if not transport.needs_mpi]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `dualdist migrate`."""
+    parser.add_argument("files", nargs="+", metavar="FILE", help="scripts and notebooks of one job")
+    parser.add_argument("--diff", action="store_true", help="show the changes as a unified diff")
+    parser.add_argument("--write", action="store_true", help="make the changes in place")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Print the findings or the diff, write with --write, and return the exit code.
+
+    Raises ConfigurationError if a file cannot be used.
+    """
+    sources = [Source(path) for path in dict.fromkeys(args.files)]
+    job = Job(sources)
+    reports = {source: job.findings(source) for source in sources}
+    texts = {source: _changed(source, found) for source, found in reports.items()}
+    for source, found in reports.items():
+        if args.diff:
+            _print_diff(source, texts[source])
+        else:
+            lines = [f"{source.place(finding.line)}: {finding.kind}: {finding.text}" for finding in found]
+            print("\n".join(lines or [f"{source.path}: nothing to change"]))
+    for source in sources if args.write else ():
+        if texts[source] != source.raw:
+            with _usable(source.path, "writable"):  # in place, so that mode and links stay
+                Path(source.path).write_bytes(texts[source].encode(source.encoding))
+    left = {BY_HAND} if args.write else {BY_HAND, CHANGE}
+    return int(any(finding.kind in left for finding in itertools.chain(*reports.values())))
+
+
+def _changed(source: Source, findings: Sequence[Finding]) -> str:
+    text = source.text
+    for start, end, new in sorted({edit for finding in findings for edit in finding.edits}, reverse=True):
+        text = text[:start] + new + text[end:]
+    with _usable(source.path, _SOURCE):
+        ast.parse(text, source.path)
+    return source.notebook.changed(text) if source.notebook else text
+
+
+def _print_diff(source: Source, text: str) -> None:
+    # In the file's own encoding, so that `patch` can use it. As GNU diff, which ends a name with spaces by a tab.
+    encoding = source.encoding.removesuffix("-sig")
+    before, after = ([line.encode(encoding) for line in _lines(whole)] for whole in (source.raw, text))
+    names = [os.fsencode(f"{side}/{source.path}" + "\t" * (" " in source.path)) for side in "ab"]
+    lines = difflib.diff_bytes(difflib.unified_diff, before, after, names[0], names[1])
+    sys.stdout.flush()
+    for line in lines:
+        sys.stdout.buffer.write(line if line[-1:] in b"\r\n" else line + b"\n\\ No newline at end of file\n")
+    sys.stdout.buffer.flush()
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of Python with their ends. str.splitlines knows more ends, such as a form feed."""
+    return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z", text)
+
+
+@contextlib.contextmanager
+def _usable(path: str, rule: str) -> Iterator[None]:
+    """Raise ConfigurationError where the block cannot read, parse or write a file."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the script's strings
+            yield
+    except (OSError, SyntaxError, ValueError, LookupError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(f"FILE must be {rule}, but {path} is not: {reason}.") from None
+
+
+class Source:
+    """A file, and what the names in it mean.
+
+    A name has a meaning only if all its bindings in the file agree, in whatever scope they are.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        with _usable(path, _SOURCE):
+            data = Path(path).read_bytes()
+            self.encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+            self.raw, ending = data.decode(self.encoding), Path(path).suffix.lower()
+            if ending not in (".py", ".ipynb") and (ending or data[:2] != b"#!"):
+                raise ValueError("its name ends neither in .py nor in .ipynb")
+            self.notebook = Notebook(self.raw) if ending == ".ipynb" else None
+            self.text = self.notebook.text if self.notebook else self.raw
+            self.tree = ast.parse(self.text, path)
+        self.lines = _lines(self.text)
+        self.starts = list(itertools.accumulate(map(len, self.lines), initial=0))
+        self.nodes: list[Any] = list(ast.walk(self.tree))
+        self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
+        self.bindings: dict[str, list[tuple[Any, str]]] = {}
+        """Name -> the nodes that bind it, and the module or attribute that it then means; "" for anything else."""
+        for node in self.nodes:
+            for name, meaning in _bound(node):
+                self.bindings.setdefault(name, []).append((node, meaning))
+        meanings = [meaning for bound in self.bindings.values() for _, meaning in bound]
+        self.packages = {meaning.partition(".")[0] for meaning in meanings}
+        self.accesses = [(node, *access) for node in self.nodes if (access := _access(self, node))]
+        """The strings that name launchers' variables: each with the variable, and whether it is set."""
+
+    def place(self, line: int) -> str:
+        """Return how the report names a line."""
+        return f"{self.path}:{self.notebook.place(line) if self.notebook else line}"
+
+    def span(self, node: Any) -> tuple[int, int]:
+        """Return the first character of a node, and its end. (ast counts bytes of UTF-8 in each line.)"""
+        places = ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
+        lines = [(line - 1, self.lines[line - 1].encode()[:byte].decode()) for line, byte in places]
+        first, end = (self.starts[line] + len(before) for line, before in lines)
+        return first, end
+
+    def segment(self, node: Any) -> str:
+        """Return the text of a node."""
+        return self.text[slice(*self.span(node))]
+
+    def change(self, node: Any, new: str, text: str) -> Finding:
+        """Return the finding that replaces an expression. Before Python 3.12, ast misplaces some in f-strings."""
+        try:
+            is_there = ast.unparse(ast.parse(f"({self.segment(node)}\n)")) == ast.unparse(node)
+        except (SyntaxError, ValueError, IndexError):
+            is_there = False
+        edits = ((*self.span(node), new),) if is_there else ()
+        return Finding(node.lineno, CHANGE if is_there else BY_HAND, text, edits)
+
+    def meaning(self, name: str) -> str:
+        """Return what a name is imported from; "" if it is bound in another way, too, except to None."""
+        pairs = [
+            (getattr(self.parents[node], "value", 0), meaning)
+            for node, meaning in self.bindings.get(name, ())
+        ]
+        bound = {meaning for value, meaning in pairs if meaning or getattr(value, "value", 0) is not None}
+        return bound.pop() if len(bound) == 1 else ""
+
+    def dotted(self, node: Any) -> str:
+        """Return what a name or a chain of attributes means, such as torch.distributed.get_rank; "" if unknown."""
+        if isinstance(node, ast.Attribute):
+            return f"{value}.{node.attr}" if (value := self.dotted(node.value)) else ""
+        return self.meaning(node.id) if isinstance(node, ast.Name) else ""
+
+    def calls(self, package: str, name: str) -> list[Any]:
+        """Return the calls of a function, wherever the package has it."""
+        found = [(node, self.dotted(node.func)) for node in self.nodes if isinstance(node, ast.Call)]
+        return [node for node, path in found if path.startswith(f"{package}.") and path.endswith(f".{name}")]
+
+    def values(self, node: Any, depth: int = 3) -> list[Any]:
+        """Return the expressions of which an expression has the value: of a variable, all that the file assigns."""
+        parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else []
+        if isinstance(node, ast.Name):
+            parents = [self.parents[bound] for bound, _ in self.bindings.get(node.id, ())]
+            is_known = all(isinstance(parent, ast.Assign) for parent in parents)
+            parts = [each.value for each in parents] if is_known else []
+        found = [value for part in parts if depth for value in self.values(part, depth - 1)]
+        return found or [node]
+
+    def function(self, node: Any) -> Any:
+        """Return the function that a node is in, or the module."""
+        while not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
+            node = self.parents[node]
+        return node
+
+
+def _bound(node: Any) -> Iterator[tuple[str, str]]:
+    """Yield the names that a node binds, and the module or attribute that each then means; "" for anything else."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            root = alias.name.partition(".")[0]
+            yield (alias.asname, alias.name) if alias.asname else (root, root)
+    elif isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            yield alias.asname or alias.name, "" if node.level else f"{node.module}.{alias.name}"
+    elif isinstance(node, ast.Name):
+        if not isinstance(node.ctx, ast.Load):
+            yield node.id, ""
+    elif not isinstance(node, ast.alias | ast.keyword):
+        # Arguments, functions, classes, exceptions and patterns.
+        names = (getattr(node, field, None) for field in ("arg", "name", "rest"))
+        yield from ((name, "") for name in names if isinstance(name, str))
+
+
+def _access(source: Source, node: Any) -> tuple[str, bool] | None:
+    """Return the launcher's variable that a string names, and whether it is set there; None for other nodes."""
+    name, parent = str(getattr(node, "value", None)), source.parents.get(node)
+    if not isinstance(node, ast.Constant) or name not in _VARIABLES:
+        return None
+    function = getattr(parent, "func", None) or getattr(parent, "value", None)
+    place = function or getattr(parent, "comparators", [None])[0]
+    is_environment = source.dotted(place).startswith(("os.environ", "os.getenv"))
+    if not is_environment and name in _SET_BY_INIT:  # RANK may be any word
+        return None
+    is_stored = isinstance(getattr(parent, "ctx", None), ast.Store)
+    return name, is_environment and (is_stored or source.dotted(function).endswith(".setdefault"))
+
+
+# Horovod's names in dualdist
+
+
+def _home(module: str, name: str = "") -> str:
+    """Return the module of dualdist that has `name` of Horovod's `module`; "" if none has."""
+    if module not in MODULES or module in _NOT_PUBLIC:
+        return ""
+    homes = ["dualdist.elastic", "dualdist"] if "elastic" in module else ["dualdist"]
+    homes = ["dualdist.compat.data"] if module.startswith("horovod.data") else homes
+    return next((home for home in homes if not name or name in _public(home)), "")
+
+
+@functools.cache
+def _public(module: str) -> tuple[str, ...]:
+    """Return `__all__` of a module of dualdist, read from its source, because importing it would import torch."""
+    if module == "dualdist":
+        return dualdist.__all__
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    (names,) = re.findall(r"^__all__ = (\([^)]*\))", Path(spec.origin).read_text(), re.MULTILINE)
+    return tuple(ast.literal_eval(names))
+
+
+def _horovod(source: Source) -> Iterator[Finding]:
+    """Yield what there is to say about imports of Horovod, and about the names that are imported."""
+    for node in source.nodes:
+        if isinstance(node, ast.Import):
+            yield from (_import(source, node, alias) for alias in node.names if _is_horovod(alias.name))
+        elif isinstance(node, ast.ImportFrom) and not node.level and _is_horovod(node.module or ""):
+            yield _import_from(source, node, node.module or "")
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"horovod(\.\w+)+", str(node.value)):
+            yield Finding(node.lineno, BY_HAND, f"{node.value!r}: if it is imported, import dualdist")
+    for number, line in enumerate(source.lines if source.notebook else (), 1):
+        if HIDDEN in line and re.search(r"\bhorovod\.|import\s+horovod", line):
+            yield Finding(number, BY_HAND, "not read, because the line or its cell is not Python")
+    used = {node: path for node in source.nodes if _is_horovod(path := source.dotted(node))}
+    made = [source.parents[call] for call in source.calls("horovod", "DistributedOptimizer")]
+    optimizers = {ast.unparse(target) for node in made for target in getattr(node, "targets", ())}
+    for node, path in used.items():
+        module = path
+        while module not in MODULES:
+            module = module.rpartition(".")[0]
+        name = path[len(module) + 1 :]
+        if "." in name or (not name and isinstance(source.parents[node], ast.Attribute)):
+            continue  # more or less than the name of a function or class
+        yield from _use(source, node, module, name)
+        rule = f"elastic.{name}" if "elastic" in module else name
+        if rule in _OF_HOROVOD:
+            yield Finding(node.lineno, DIFFERS, f"{rule}() {_OF_HOROVOD[rule]}")
+        elif name == "nccl_built" and any(other.endswith(".Adasum") for other in used.values()):
+            yield Finding(node.lineno, BY_HAND, _ADASUM)
+    for node in source.nodes if optimizers else ():
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in optimizers:
+            if node.attr in ("synchronize", "skip_synchronize"):
+                yield Finding(node.lineno, NOT_NEEDED, f"{node.attr}(): {_SYNCHRONIZE}")
+            elif node.attr in _PRIVATE:
+                yield Finding(node.lineno, BY_HAND, f"dualdist's optimizers have no {node.attr}; {_COMPAT}")
+
+
+def _is_horovod(path: str) -> bool:
+    return f"{path}.".startswith("horovod.")
+
+
+def _import(source: Source, node: ast.Import, alias: ast.alias) -> Finding:
+    home, start = _home(alias.name), source.span(alias)[0]
+    if not home:
+        return Finding(node.lineno, BY_HAND, f"dualdist has no public module in place of {alias.name}")
+    if not source.text.startswith(alias.name, start) or not (alias.asname or source.meaning("horovod")):
+        text = f"import {home}; the name `horovod` has another meaning in this file, too"
+        return Finding(node.lineno, BY_HAND, text)
+    text = f"import {home} instead of {alias.name}"
+    if isinstance(source.parents[node], ast.Try):
+        text += ", which fails only where dualdist is not installed"
+    return Finding(node.lineno, CHANGE, text, ((start, start + len(alias.name), home),))
+
+
+def _import_from(source: Source, node: ast.ImportFrom, module: str) -> Finding:
+    names, (start, end) = [alias.name for alias in node.names], source.span(node)
+    if len(names) == 1 and _home(f"{module}.{names[0]}") == "dualdist":  # `from horovod import torch as hvd`
+        text = f"import dualdist as {node.names[0].asname or names[0]}"
+        return Finding(node.lineno, CHANGE, text, ((start, end, text),))
+    homes = [_home(module, name) for name in names]
+    found = re.compile(rf"from[ \t]+({re.escape(module)})(?=\s)").match(source.text, start)
+    if "" in homes or len(set(homes)) > 1 or found is None:
+        each = zip(homes, names, strict=True)
+        there = [f"`from {home} import {name}`" if home else f"no {module}.{name}" for home, name in each]
+        text = (
+            "; ".join(there) if names != ["*"] else "functions of the same names: replace * by those in use"
+        )
+        return Finding(node.lineno, BY_HAND, f"dualdist has {text}. {_COMPAT}")
+    text = f"import from {homes[0]} instead of {module}"
+    return Finding(node.lineno, CHANGE, text, ((*found.span(1), homes[0]),))
+
+
+def _use(source: Source, node: Any, module: str, name: str) -> Iterator[Finding]:
+    """Yield the change of a use of Horovod's MODULE.NAME, or of the module, through a module that is imported."""
+    root = next(part for part in ast.walk(node) if isinstance(part, ast.Name))
+    imported = source.meaning(root.id)
+    is_renamed = imported == root.id  # `import horovod.torch`, which becomes `import dualdist`
+    if imported not in MODULES or not (name or is_renamed or node is not root):
+        return
+    start, base = ("dualdist", "dualdist") if is_renamed else (root.id, _home(imported))
+    home, written = _home(module, name), ast.unparse(node)
+    if not base or not home or not f"{home}.".startswith(f"{base}."):
+        yield Finding(node.lineno, BY_HAND, f"dualdist has no public {written}; {_COMPAT}")
+    elif (new := ".".join(filter(None, [start + home[len(base) :], name]))) != written:
+        yield source.change(node, new, f"write {new} instead of {written}")
+
+
+# torch.distributed, mpi4py, and the variables of launchers
+
+
+def _starts_processes(source: Source, function: Any) -> bool:
+    """Return whether this may be a function of torch or multiprocessing that starts processes without a launcher."""
+    name, root = getattr(function, "attr", None) or getattr(function, "id", ""), function
+    while isinstance(root, ast.Attribute) and isinstance(root.value, ast.Call):
+        root = root.value.func  # of get_context("spawn").Process
+    package = source.dotted(root).partition(".")[0]
+    is_unknown = not package and name == "Process"  # of a context in a variable
+    return name in _STARTERS and (is_unknown or package in _STARTING_PACKAGES)
+
+
+class Job:
+    """What the files of a job say together."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.has_horovod = any(_is_horovod(name) for source in sources for name in source.packages)
+        self.uses_hvd = self.has_horovod or any("dualdist" in source.packages for source in sources)
+        calls = [(source, node) for source in sources for node in source.nodes if isinstance(node, ast.Call)]
+        self.starts = {node for source, node in calls if _starts_processes(source, node.func)}
+        inits = [(source, call) for source in sources for call in source.calls("torch", "init_process_group")]
+        self.arguments = {call: _init_arguments(source, call) for source, call in inits}
+        """Call of init_process_group -> the arguments for hvd.init(); None if they are not certain."""
+        is_certain = bool(inits) and None not in self.arguments.values()
+        self.replaces = is_certain and not self.uses_hvd and not self.starts
+
+    def findings(self, source: Source) -> list[Finding]:
+        """Return what there is to say about one of the files, in the order of its lines."""
+        found = [*_horovod(source)]
+        if self.replaces:
+            found += self._replacements(source)
+        if not self.uses_hvd and not self.arguments:
+            text = "no file calls init_process_group(): give all files of the job"
+            for name in ("DistributedDataParallel", "DistributedSampler"):
+                found += [Finding(call.lineno, BY_HAND, text) for call in source.calls("torch", name)]
+        else:
+            found += [*self._torch(source), *self._variables(source)]
+        return sorted(dict.fromkeys(found), key=lambda finding: finding.line)
+
+    def _replacements(self, source: Source) -> Iterator[Finding]:
+        """Yield the changes from torch's functions to dualdist's."""
+        module = "hvd" if "hvd" not in source.bindings else "dualdist"
+        edited: set[Any] = set()
+        for torchs, (name, text) in _OF_TORCH.items():
+            for call in source.calls("torch", torchs):
+                count = len([*call.args, *call.keywords])
+                if count > {"shutdown": 0, "SyncBatchNorm.convert_sync_batchnorm": 1}.get(name, count):
+                    continue  # of a group
+                new, node = f"{module}.{name}", call.func
+                if call in self.arguments:
+                    new, node = f"{new}({self.arguments[call]})", call
+                yield source.change(node, new, f"{module}.{name}() {text}")
+                edited |= set(ast.walk(node))
+                if name == "DistributedDataParallel":
+                    yield from (Finding(call.lineno, DIFFERS, difference) for difference in _OF_DDP)
+                    for key in call.keywords:
+                        if key.arg in ("find_unused_parameters", "static_graph"):
+                            yield Finding(key.lineno, NOT_NEEDED, f"{key.arg} has no effect")
+        if edited:
+            yield _new_import(source, module)
+        loads = {node.id for node in source.nodes if isinstance(node, ast.Name) and node not in edited}
+        for name in sorted({node.id for node in edited if isinstance(node, ast.Name)} - loads):
+            for node, meaning in source.bindings[name] if source.meaning(name).startswith("torch") else ():
+                yield Finding(node.lineno, NOT_NEEDED, f"the import of {meaning}: nothing else uses it")
+
+    def _torch(self, source: Source) -> Iterator[Finding]:
+        """Yield what there is to say about processes and groups, except for the changes."""
+        for node in source.nodes:
+            path = source.dotted(node)
+            if node in self.starts and self.arguments:
+                yield Finding(node.lineno, BY_HAND, _SPAWN)
+            elif node in self.arguments and self.uses_hvd:
+                text = "init_process_group() raises ValueError after hvd.init(), which opens torch's default group"
+                yield Finding(node.lineno, DIFFERS, text)
+            elif node in self.arguments and not self.replaces:
+                yield Finding(node.lineno, BY_HAND, _EXEC)
+            elif path == "mpi4py.MPI.COMM_WORLD":
+                yield Finding(node.lineno, BY_HAND, _MPI)
+            elif path == "torch.distributed.is_initialized" and self.has_horovod:
+                text = "is_initialized() is True after hvd.init(); with Horovod it is not"
+                yield Finding(node.lineno, DIFFERS, text)
+
+    def _variables(self, source: Source) -> Iterator[Finding]:
+        """Yield what there is to say about the environment variables that launchers set."""
+        has_init = self.uses_hvd or self.replaces
+        inits = [call for package in ("horovod", "dualdist") for call in source.calls(package, "init")]
+        inits += source.calls("torch", "init_process_group") if self.replaces else []
+        after = {source.function(call): call.lineno for call in inits}
+        early = [node for node, _, is_set in source.accesses if not is_set]
+        early = [node for node in early if node.lineno <= after.get(source.function(node), node.lineno)]
+        replaced = {node for call in self.arguments for node in ast.walk(call)} if self.replaces else set()
+        for node, name, is_set in source.accesses:
+            if node in replaced:
+                continue
+            (number, launcher), is_torchs = _VARIABLES[name], name in _SET_BY_INIT
+            if is_set and is_torchs:
+                text = f"setting {name}: hvd.init() sets it, and `dualdist exec` before the script starts"
+                is_read = name in {other.value for other in early}
+                edits = _removal(source, node, inits) if self.replaces and not is_read else ()
+                yield Finding(node.lineno, CHANGE if edits else NOT_NEEDED, text, edits)
+            elif is_set:
+                text = f"{name} is set here: {launcher} sets it, and dualdist reads it"
+                yield Finding(node.lineno, BY_HAND, text)
+            elif has_init and (not is_torchs or node in early):
+                uses = [f"use hvd.{number}()"] * bool(number)
+                uses += ["read it after hvd.init(), which sets it"] * is_torchs
+                text = f"{name} is a variable of {launcher}: {' or '.join(uses)}"
+                yield Finding(node.lineno, BY_HAND, text)
+            elif not has_init and not is_torchs:
+                text = f"reading {name}: `dualdist exec` sets torchrun's variables under every launcher"
+                yield Finding(node.lineno, NOT_NEEDED, text)
+
+
+def _init_arguments(source: Source, call: Any) -> str | None:
+    """Return the arguments of hvd.init() in place of those of init_process_group(); None if that is not certain."""
+    names = ("backend", "init_method", "timeout", "world_size", "rank")
+    given = dict(zip(names, call.args, strict=False)) | {key.arg: key.value for key in call.keywords}
+    text = source.segment(call)
+    is_statement = isinstance(source.parents[call], ast.Expr) and not ("#" in text and "\n" in text)
+    if not is_statement or len(given) < len([*call.args, *call.keywords]) or not given.keys() <= set(names):
+        return None
+    numbers = {name: given[name] for name in ("rank", "world_size") if name in given}
+    is_certain = all(_is_number(source, node, name.removeprefix("world_")) for name, node in numbers.items())
+    backends = source.values(given["backend"]) if "backend" in given else []
+    is_certain &= all(getattr(node, "value", 0) in _TRANSPORTS for node in backends)
+    # Given rank and size, the method is only where the processes meet.
+    method = ast.unparse(given["init_method"]) if "init_method" in given else "'env://'"
+    is_certain &= len(numbers) == 2 or method == "'env://'"
+    arguments = {"transport": given.get("backend"), "timeout": given.get("timeout")}
+    texts = [f"{name}={source.segment(node)}" for name, node in arguments.items() if node]
+    return ", ".join(texts) if is_certain else None
+
+
+def _is_number(source: Source, node: Any, number: str) -> bool:
+    """Return whether an expression surely is this number of the process (rank, size), as the launcher reports it."""
+    for value in source.values(node):
+        text = ast.unparse(value)
+        read = re.fullmatch(
+            r"(?:int\()?os\.(?:environ|environ.get|getenv)[\[(]'(\w+)'(?:, '?\d'?)?[])]\)?", text
+        )
+        of_mpi = re.fullmatch(rf"(.+)\.(?:Get_{number}\(\)|{number})", text)
+        comms = source.values(ast.parse(of_mpi[1], mode="eval").body) if of_mpi else []
+        is_comm = bool(comms) and all(source.dotted(comm) == "mpi4py.MPI.COMM_WORLD" for comm in comms)
+        if not is_comm and (read is None or _VARIABLES.get(read[1], ("",))[0] != number):
+            return False
+    return True
+
+
+def _removal(source: Source, node: Any, inits: Sequence[Any]) -> tuple[Edit, ...]:
+    """Return the edit that removes the statement which sets a variable, if an init follows in the same block."""
+    access = source.parents[node]
+    statement = source.parents[access]
+    blocks = [part for part in vars(source.parents[statement]).values() if isinstance(part, list)]
+    follow = [after for block in blocks if statement in block for after in block[block.index(statement) :]]
+    first, end = source.span(statement)
+    line = source.starts[statement.lineno - 1]
+    rest = re.compile(r"[ \t]*(?=#|(\r\n|\r|\n))").match(source.text, end)
+    is_alone = not source.text[line:first].strip() and "#" not in source.text[first:end]
+    is_only_this = getattr(statement, "targets", [access]) == [access] and is_alone
+    if not rest or not is_only_this or not any(source.parents[call] in follow for call in inits):
+        return ()
+    return ((line, rest.end() + len(rest[1]), "") if rest[1] else (first, rest.end(), ""),)
+
+
+def _new_import(source: Source, module: str) -> Finding:
+    """Return the finding that adds the import of dualdist: before that of torch, else before all code."""
+    text = "import dualdist as hvd" if module == "hvd" else "import dualdist"
+    later = [node for node in source.tree.body if not re.match(r"from __future__|['\"]", ast.unparse(node))]
+    places = [node for node in later if re.match(r"(import|from) torch\b", ast.unparse(node))] or later
+    line = min(node.lineno for node in [places[0], *getattr(places[0], "decorator_list", ())])
+    start, ending = source.starts[line - 1], re.search(r"[\r\n]+\Z", source.lines[line - 1])
+    new = text + (ending[0] if ending else "\n")
+    return Finding(line, CHANGE, f"add `{text}`", ((start, start, new),))

@@ -1,0 +1,358 @@
+"""MPI through mpi4py: whether it is usable here, how it starts, and how it ends.
+
+mpi4py's own exit handler waits in MPI_Finalize for all other processes, even if this one ends by an exception and the
+others wait for it. The handler here replaces it: it finalizes MPI only if the process ends without an exception and
+with exit code 0. Otherwise mpirun ends the job at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, NoReturn, cast
+
+from ..core import process_exit
+from ..core.checks import shown_ranks
+from ..core.executor import in_time
+from ..core.launch import detect, is_one_host
+from ..core.meeting.boards import ADVICE, PublishedBoard, job_digest, process_status, rising
+from ..core.meeting.server import own_peer, unix_listener
+from ..core.process_exit import at_exit
+from ..core.types import Launch
+from ..errors import ConfigurationError, logger
+
+# Which ranks on this host have begun to start: MPI cannot report for whom it waits.
+#
+# Each rank listens at an abstract Unix address (unix(7)) with its job and local rank, which ends with the process.
+
+_CONNECT_SECONDS = 1.0
+
+_own: list[socket.socket] = []
+"""The sockets of this process."""
+
+
+def announce(launch: Launch, env: Mapping[str, str]) -> None:
+    """Let the other ranks on this host see that this rank has begun to start. Local. Never raises."""
+    # OSError: this or another process of this rank has announced it, or the system is not Linux.
+    with contextlib.suppress(OSError):
+        if launch.local_rank is not None:
+            _own.append(unix_listener(_address(launch, env, launch.local_rank)))
+
+
+def missing_local_ranks(launch: Launch, env: Mapping[str, str]) -> list[int]:
+    """Return the local ranks of this host that have not begun to start, have ended or are stopped. Local."""
+    with contextlib.suppress(OSError):  # its launcher is not visible: nobody has announced itself
+        return [rank for rank in range(launch.local_size or 0) if not _runs(_address(launch, env, rank))]
+    return []
+
+
+def _address(launch: Launch, env: Mapping[str, str], local_rank: int) -> str:
+    return f"\0dualdist-{os.getuid()}-{job_digest(launch, env)}-{local_rank}"
+
+
+def _runs(address: str) -> bool:
+    """Return whether a process listens at `address` and is not stopped."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+        probe.settimeout(_CONNECT_SECONDS)
+        probe.connect(address)
+        process = own_peer(probe)
+        # A process that was forked from a dead rank keeps its socket.
+        return process is not None and process_status(process)[0] not in "TtZX"
+    return False
+
+
+@functools.cache
+def library() -> Any | None:
+    """Return mpi4py's MPI module with MPI initialised, or None when it is not usable here."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return None
+    already = sys.modules.get("mpi4py.MPI")
+    import mpi4py
+
+    initialize = mpi4py.rc.initialize
+    if already is None:
+        mpi4py.rc.finalize = mpi4py.rc.initialize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        # The MPI library is absent, or not the one for which mpi4py was built.
+        return None
+    finally:
+        mpi4py.rc.initialize = initialize
+    ours = already is None
+    if not MPI.Is_initialized():  # also if the script has set mpi4py.rc.initialize = False, as for Horovod
+        if _open_mpi_would_abort(os.environ) and MPI.get_vendor()[0] == "Open MPI":
+            return None
+        with ending_late_calls("MPI_Init"):
+            _initialize(MPI, mpi4py.rc)
+        ours = True
+    if ours:
+        _finalize_unless_failed(MPI)
+    return MPI
+
+
+def _initialize(library: Any, rc: Any) -> None:
+    """Start MPI as mpi4py does when it is imported, but without Python's global lock."""
+    level = getattr(library, f"THREAD_{rc.thread_level.upper()}") if rc.threads else library.THREAD_SINGLE
+    # The module is linked with MPI.
+    start = getattr(ctypes.CDLL(library.__file__), "MPI_Init_thread", None)
+    if start is None or rc.errors != "exception":
+        library.Init_thread(level)
+        return
+    start(None, None, level, ctypes.byref(ctypes.c_int()))
+    for communicator in (library.COMM_WORLD, library.COMM_SELF):
+        communicator.Set_errhandler(library.ERRORS_RETURN)
+
+
+def _open_mpi_would_abort(env: Mapping[str, str]) -> bool:
+    """Return whether Open MPI would abort the process when it starts: in a step of Slurm without PMIx.
+
+    Debian's Open MPI knows neither PMI-1 nor PMI-2, and starts no single process there. MPICH knows them.
+    """
+    return "SLURM_STEP_ID" in env and "PMIX_RANK" not in env and "OMPI_COMM_WORLD_RANK" not in env
+
+
+_failures: list[object] = []
+_LAST_SECONDS = 5.0
+"""How long the end of MPI may take after a failed collective or with unfinished ones: it waits for all ranks."""
+has_unfinished = False
+"""Whether this process has given up collectives of MPI that have not ended."""
+
+
+def is_failing() -> bool:
+    """Return whether MPI must not be finalized: this process has failed, or some operations of MPI do not end."""
+    return bool(_failures or getattr(sys, "last_value", None))
+
+
+def never_finalize(reason: object) -> None:
+    """Do not finalize MPI at the end of this process: some of its operations do not end."""
+    _failures.append(reason)
+
+
+@contextlib.contextmanager
+def unfinished() -> Iterator[None]:
+    """Do not finalize MPI while the block runs, which another thread may wait for in vain."""
+    call = object()
+    _failures.append(call)
+    try:
+        yield
+    finally:
+        _failures.remove(call)
+
+
+def _finalize_unless_failed(library: Any) -> None:
+    """Replace mpi4py's exit handler. Record exit codes, which an exit handler cannot see."""
+    leave = sys.exit
+
+    def recording_exit(code: Any = None, /) -> NoReturn:
+        if code not in (None, 0):
+            _failures.append(code)
+        leave(code)
+
+    sys.exit = recording_exit
+
+    def finalize() -> None:
+        if is_failing() or library.Is_finalized():
+            return
+        if not (process_exit.world_has_failed or has_unfinished):
+            library.Finalize()
+            return
+        try:
+            # mpi4py's own function holds Python's global lock meanwhile.
+            in_time(getattr(ctypes.CDLL(library.__file__), "MPI_Finalize", library.Finalize), _LAST_SECONDS)
+        except TimeoutError:  # a rank has stopped; without the end of MPI, mpirun ends the job
+            process_exit.skip_destructors_at_exit()
+
+    at_exit(finalize)
+
+
+def has_started() -> bool:
+    """Return whether MPI runs in this process. Does not start it."""
+    started = sys.modules.get("mpi4py.MPI")
+    return started is not None and started.Is_initialized() and not started.Is_finalized()
+
+
+@functools.cache
+def warn_of_smaller_world(rank: int, size: int, launcher: str) -> None:
+    """Log a warning, once on rank 0 of `size`, if the script has started MPI and its world is smaller. Local."""
+    if rank == 0 and has_started() and (own := world_size()) < size:
+        logger.warning(
+            "mpi4py's world has size %d, but %s has set size %d. Code that asks mpi4py for rank and size does the same "
+            "in each process: take them from dualdist or torch.distributed, or start with the mpirun of mpi4py's MPI.",
+            *(own, launcher, size),
+        )
+
+
+def world_size() -> int:
+    """Return the size of MPI's world, 0 when MPI is not usable here. Starts MPI."""
+    mpi = library()
+    return 0 if mpi is None else int(mpi.COMM_WORLD.Get_size())
+
+
+# How long calls of MPI may take while a world starts.
+#
+# MPI has no timeouts: its calls wait for ranks that never arrive or are stopped. A board polls for its
+# messages. MPI_Init and the creation of a communicator have no such form; there a thread ends the process.
+
+_OTHER_HOSTS_SECONDS = 2.0
+"""How much longer a process waits if none of its own host is missing."""
+
+
+class _Limit(NamedTuple):
+    """The environment of a start, and how many seconds it may wait for other ranks."""
+
+    env: Mapping[str, str]
+    launch: Launch | None
+    """This process's place in the job, as far as it is known without MPI."""
+    seconds: float
+
+
+_limit: ContextVar[_Limit | None] = ContextVar("limit", default=None)
+
+
+@contextlib.contextmanager
+def limited_start(env: Mapping[str, str], seconds: float) -> Iterator[None]:
+    """Within the block, calls of MPI, if there are any, wait for other ranks for at most `seconds`."""
+    launch = None
+    with contextlib.suppress(ConfigurationError):
+        found = detect(env)
+        launch = found if found.starts_mpi else None
+    if launch is not None:
+        announce(launch, env)
+    token = _limit.set(_Limit(env, launch, seconds))
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+@contextlib.contextmanager
+def ending_late_calls(call: str) -> Iterator[None]:
+    """Print an error and end this process with exit code 1 if the block takes too long. The launcher ends the others.
+
+    call: the function of MPI that the block calls. It must release Python's global lock.
+    """
+    limit = _limit.get()
+    if limit is None:
+        yield
+        return
+    returned = threading.Event()
+
+    def watch() -> None:
+        if returned.wait(limit.seconds):
+            return
+        missing = [] if limit.launch is None else missing_local_ranks(limit.launch, limit.env)
+        # When this process ends, so do the others: the host of a missing one reports first.
+        if not missing and returned.wait(_OTHER_HOSTS_SECONDS):
+            return
+        rank = None if limit.launch is None else limit.launch.rank
+        error = waited(rank, missing_on_host(limit), call, limit.seconds, missing)
+        os.write(2, f"dualdist: {error}\n".encode())
+        os._exit(1)
+
+    watcher = threading.Thread(target=watch, name="dualdist-mpi-start", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        returned.set()
+        watcher.join()
+
+
+def missing_on_host(limit: _Limit | None = None) -> list[int]:
+    """Return the missing ranks of a start if all ranks are on this host: it cannot see those of others. Local.
+
+    limit: of the start; None: of the one in progress, if this thread runs it.
+    """
+    limit = limit or _limit.get()
+    if limit is None or limit.launch is None or not is_one_host(limit.launch):
+        return []
+    return missing_local_ranks(limit.launch, limit.env)
+
+
+def waited(
+    rank: int | None, missing: list[int], call: str, seconds: float, missing_here: Sequence[int] = ()
+) -> str:
+    """Return the text of the error of `rank` after waiting for `missing` in `call`; no ranks: they are unknown.
+
+    missing_here: local ranks of this host.
+    """
+    who = "This process" if rank is None else f"Rank {rank}"
+    if missing:
+        others = f"{shown_ranks(missing)}, which did not arrive or {_are(missing)} stopped, in {call}."
+    else:
+        others = f"another rank in {call}."
+        if missing_here:
+            named = f"local {shown_ranks(missing_here)}"
+            others += f" On {socket.gethostname()}, {named} did not arrive or {_are(missing_here)} stopped."
+    return f"{who} waited {seconds:.0f} s for {others} {ADVICE}"
+
+
+def _are(numbers: Sequence[int]) -> str:
+    return "are" if len(numbers) > 1 else "is"
+
+
+# The address of rank 0's server, as a message from rank 0 to each other rank.
+
+_PAUSE_SECONDS = (0.00005, 0.005)
+"""The first and the longest pause between two polls."""
+_TAG = 29_313
+"""Of the messages. MPI allows tags up to 32767 at least."""
+
+
+class MpiBoard(PublishedBoard):
+    """Messages of MPI. For hosts without a common file system, or where MPI has started already."""
+
+    def __init__(self, launch: Launch, env: Mapping[str, str], communicator: Any = None) -> None:
+        """communicator: of all ranks, in their order; by default MPI's world."""
+        super().__init__(launch, env)
+        self._mpi = cast(Any, library())
+        self._world: Any = self._mpi.COMM_WORLD if communicator is None else communicator
+        self._requests: list[Any] = []
+        self._cleared = threading.Event()
+
+    def write(self, text: str) -> None:
+        others = range(1, self._world.Get_size())
+        data = text.encode()
+        self._requests = [self._world.Isend([data, self._mpi.BYTE], rank, _TAG) for rank in others]
+        # MPI moves data only in its calls. A rank that is missing may never receive its message.
+        self._sender = threading.Thread(target=self._send, name="dualdist-mpi-board", daemon=True)
+        self._sender.start()
+
+    def _send(self) -> None:
+        pauses = rising(*_PAUSE_SECONDS)
+        while not self._mpi.Request.Testall(self._requests) and not self._cleared.wait(next(pauses)):
+            pass
+
+    def read(self, seconds: float) -> str | None:
+        deadline, status = time.monotonic() + seconds, self._mpi.Status()
+        for pause in rising(*_PAUSE_SECONDS):
+            if self._world.Iprobe(0, _TAG, status):
+                data = bytearray(status.Get_count(self._mpi.BYTE))
+                self._world.Recv([data, self._mpi.BYTE], 0, _TAG)
+                return data.decode()
+            if time.monotonic() > deadline:
+                break
+            time.sleep(pause)
+        return None
+
+    def clear(self) -> None:
+        self._cleared.set()
+        self._sender.join()
+        # The last poll may have completed them, although it has returned that some are not complete.
+        if not self._mpi.Request.Testall(self._requests):
+            _abandoned.append(self)
+            never_finalize("a message to a rank that did not arrive")
+
+
+_abandoned: list[MpiBoard] = []
+"""MPI may still work on their requests."""

@@ -1,0 +1,384 @@
+"""Runs a training script inside each process of `dualdist parity`, and writes what it computed to a file.
+
+    python -m dualdist.parity.recorder FOLDER STEPS SIZE BACKEND DEADLINE -- [-m] SCRIPT ARGS
+
+The script is not changed, nor are its numbers: nothing here calls a collective or draws a random number. Hooks of
+torch see each forward of a whole model, each backward and each step of an optimizer. A tensor is recorded as a
+fingerprint: a hash, the norm, and a sketch. The difference of sketches has on average the norm of the difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import math
+import os
+import random
+import re
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import dualdist
+
+from ..checkpoint.contents import without_wrappers
+from ..compat import install
+from ..compat.__main__ import run
+from ..core.backends import HOROVOD_BACKENDS
+from ..core.collectives.wire import dtype_name
+from ..core.launch.detect import detect
+from . import comparison as stages
+
+WIDTH = 16
+"""Numbers in a sketch."""
+_LEAVE_SECONDS = 30
+"""How long a rank that has recorded all steps waits for the others: one that leaves could break their last step."""
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values as a vector on the CPU."""
+    values = tensor.detach()
+    values = values.to_local() if hasattr(values, "to_local") else values
+    values = (values if values.layout == torch.strided else values.to_dense()).resolve_conj().resolve_neg()
+    return values.cpu().contiguous().reshape(-1)
+
+
+def fingerprint(tensor: torch.Tensor, finds_narrow: bool = False) -> list[Any]:
+    """Return [hash, norm, sketch, dtype], and the 16-bit dtype that could hold all values, or None."""
+    flat = _flat(tensor)
+    dtype = dtype_name(flat.dtype)
+    known = hashlib.blake2b(f"{dtype}{list(tensor.shape)}".encode(), digest_size=8)
+    known.update(flat.view(torch.uint8).numpy().data)
+    # In numpy, whose operations on small arrays are the fastest, and use one thread.
+    real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    numbers = (real if real.dtype == torch.float32 else real.double()).numpy().astype(numpy.float64)
+    signed = numpy.zeros(-(-len(numbers) // WIDTH) * WIDTH)
+    with numpy.errstate(all="ignore"):  # of numbers that are not finite
+        numpy.multiply(numbers, _signs(len(numbers)), out=signed[: len(numbers)])
+        norm = math.sqrt(numpy.dot(numbers, numbers))
+        found = [known.hexdigest(), norm, signed.reshape(WIDTH, -1).sum(1).tolist(), dtype]
+    return [*found, _narrow(flat) if finds_narrow else None]
+
+
+@functools.cache
+def _signs(count: int) -> Any:
+    """Return the same pseudo-random signs in every process, without a random generator."""
+    mixed: Any = numpy.arange(1, count + 1, dtype=numpy.uint64) * 0x9E3779B1 % 2**32
+    mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA6B % 2**32
+    return ((mixed >> 16) % 2).astype(numpy.int8) * 2 - 1
+
+
+def _narrow(values: torch.Tensor) -> str | None:
+    first = values[:1000] if values.dtype == torch.float32 else values[:0]
+    names = ("bfloat16", "float16") if first.count_nonzero() else ()
+    return next((name for name in names if torch.equal(first.to(getattr(torch, name)).float(), first)), None)
+
+
+def _tensors(value: Any, path: str = "input") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors inside the arguments of a forward."""
+    if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is not torch.jagged:
+        yield path, value
+    items = enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in value.items() if isinstance(value, dict) else items:
+        yield from _tensors(item, f"{path}.{key}")
+
+
+def _random_states() -> dict[str, str]:
+    of_numpy: Any = numpy.random.get_state()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state().numpy(),
+        "python": numpy.array(random.getstate()[1]),
+        "numpy": numpy.append(*of_numpy[1:3]),
+    }
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state().numpy()
+    return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
+
+
+def _summing_error(values: torch.Tensor) -> float:
+    """Return by how much a sum of float32 numbers changes with their order, relative to the sum of their sizes."""
+    numbers = _flat(values)[:100_000].float().numpy()
+    with numpy.errstate(all="ignore"):
+        total = float(numpy.abs(numbers).sum())
+        sums = [float(order.cumsum()[-1]) for order in (numbers, numbers[::-1], numpy.sort(numbers))]
+    return (max(sums) - min(sums)) / total if 0 < total < math.inf else 0.0
+
+
+_COLLECTIVE = re.compile(
+    r"(grouped_|sparse_)?(all_?reduce|all_?gather|broadcast|reduce_?scatter|all_?to_?all)\w*|reduce|gather\w*|scatter\w*"
+    r"|barrier|join"
+)
+"""The functions of dualdist, horovod.torch and torch.distributed that are collectives."""
+_SHOWN = ("name", "op", "average", "root_rank", "src", "dst")
+"""Their arguments that are recorded, besides tensors."""
+
+
+def _while_training(record: Callable[..., None]) -> Callable[..., None]:
+    """Let the method do nothing after the last step, and while compiling."""
+
+    @functools.wraps(record)
+    def recorded(self: Recorder, *args: Any) -> None:
+        if not self.has_ended and not torch.compiler.is_compiling():
+            record(self, *args)
+
+    return recorded
+
+
+class Recorder:
+    """Follows the training of this process, and ends it after `steps` steps."""
+
+    def __init__(self, folder: Path, steps: int, rank: int, size: int) -> None:
+        self.folder, self.steps, self.rank, self.size = folder, steps, rank, size
+        self.record: dict[str, Any] = {"rank": rank, "steps": 0, "values": []}
+        """What is written. `values`: see comparison.py."""
+        self.record |= {"early_steps": 0, "early_changes": 0, "summing_error": 0.0}
+        self.params: dict[int, torch.Tensor] = {}
+        """The parameters of optimizers by their ids; `names` has the names of those that a module has."""
+        self.names: dict[int, str] = {}
+        self.roots: list[torch.nn.Module] = []
+        self.depth = self.step_depth = self.forwards = self.backwards = self.collectives = 0
+        self.has_begun = self.in_backward = self.has_backward = self.has_ended = False
+        self.own: dict[str, Any] = {}
+        self.before: dict[str, Any] = {}
+        """The weights before a step without a backward."""
+
+    def add(self, stage: str, values: dict[str, Any], number: int = 0, steps_ago: int = 0) -> None:
+        step = self.record["steps"] if self.has_begun else -1
+        self.record["values"].append([max(-1, step - steps_ago), stage, number, values])
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Record the gradients of parameters that an optimizer is given."""
+        for tensor in tensors:
+            if id(tensor) not in self.params:
+                self.params[id(tensor)] = tensor
+                if tensor.requires_grad:
+                    # Not changed by the hooks that reduce: autograd passes what this process has computed.
+                    tensor.register_hook(functools.partial(self.see_gradient, id(tensor)))
+
+    def prints(self, params: Iterable[torch.Tensor]) -> dict[str, Any]:
+        return {self.name(id(param)): fingerprint(param) for param in params}
+
+    def name(self, key: int) -> str:
+        return self.names.get(key) or f"parameter {list(self.params).index(key)}"
+
+    def buffers(self) -> dict[str, Any]:
+        named = [pair for root in self.roots for pair in root.named_buffers()]
+        return {without_wrappers(name): fingerprint(buffer) for name, buffer in named}
+
+    def begin(self, root: torch.nn.Module | None) -> None:
+        """Record the names in a new model, and the weights and buffers with which training begins."""
+        if root is not None and not any(root is known for known in self.roots):
+            self.roots.append(root)
+            for name, tensor in root.named_parameters():
+                short = without_wrappers(name)
+                taken = short in self.names.values()
+                self.names.setdefault(id(tensor), f"{len(self.roots)}:{short}" if taken else short)
+        if self.params and not self.has_begun:
+            self.add(stages.WEIGHTS, self.prints(self.params.values()))
+            self.add(stages.BUFFERS, self.buffers())
+            self.has_begun = True
+
+    @_while_training
+    def see_collective(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        shown = [f"{name}={value}" for name, value in arguments.items() if name in _SHOWN]
+        shown += [f"{dtype_name(it.dtype)}{list(it.shape)}" for _, it in _tensors(arguments)]
+        text = f"{function.__name__}({', '.join(shown)})"
+        # Until the next forward, it belongs to the step before.
+        self.add(stages.COLLECTIVE, {"": text}, self.collectives, steps_ago=int(self.forwards == 0))
+        self.collectives += 1
+
+    @_while_training
+    def see_forward(self, module: torch.nn.Module, arguments: Any) -> None:
+        self.depth += 1
+        is_training = self.depth == 1 and torch.is_grad_enabled() and not self.in_backward
+        if is_training and next(module.parameters(), None) is not None:  # a loss has none
+            self.begin(module)
+            self.collectives *= self.forwards > 0
+            batch = {path: fingerprint(tensor) for path, tensor in _tensors(arguments)}
+            self.add(stages.BATCH, batch, self.forwards)
+            self.add(stages.RANDOM, _random_states(), self.forwards)
+            self.forwards += 1
+
+    @_while_training
+    def see_forward_end(self) -> None:
+        self.depth = max(0, self.depth - 1)
+
+    @_while_training
+    def see_backward(self, tensors: Any) -> None:
+        self.begin(None)
+        self.depth, self.own, self.has_backward = 0, {}, True
+        first = next(_tensors(tensors), (None, None))[1]
+        loss = first.item() if first is not None and first.numel() == 1 else None
+        self.add(stages.LOSS, {"": loss}, self.backwards)
+        self.add(stages.OWN, self.own, self.backwards)
+        self.backwards += 1
+
+    @_while_training
+    def see_gradient(self, key: int, gradient: torch.Tensor) -> None:
+        if self.in_backward:
+            if not self.record["steps"]:
+                error = max(self.record["summing_error"], _summing_error(gradient))
+                self.record["summing_error"] = error
+            self.own[self.name(key)] = fingerprint(gradient)
+
+    @_while_training
+    def see_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.step_depth += 1
+        # Horovod's `step`, which reduces, calls that of the optimizer's class, which applies the gradients.
+        steps = [vars(base)["step"] for base in type(optimizer).__mro__ if "step" in vars(base)]
+        if not self.has_backward and self.step_depth == 1:
+            self.before = self.prints(self.params.values())
+        if not self.has_backward or self.step_depth < sum(hasattr(step, "hooked") for step in steps):
+            return
+        named = [(id(param), param.grad) for group in optimizer.param_groups for param in group["params"]]
+        reduced = {self.name(key): fingerprint(grad, True) for key, grad in named if grad is not None}
+        self.add(stages.REDUCED, reduced)
+        settings = {
+            f"{name} of group {number}": _plain(value)
+            for number, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        self.add(stages.SETTINGS, settings)
+
+    @_while_training
+    def see_step_end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.step_depth = max(0, self.step_depth - 1)
+        if self.step_depth == 0 and not self.has_backward:
+            self.record["early_steps"] += 1
+            self.record["early_changes"] += self.prints(self.params.values()) != self.before
+        elif self.step_depth == 0:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            self.add(stages.NEW_WEIGHTS, self.prints(params))
+            self.add(stages.NEW_BUFFERS, self.buffers())
+            self.record["steps"] += 1
+            self.forwards = self.backwards = 0
+            if self.record["steps"] == self.steps:
+                self.write()
+                self.leave()
+
+    def write(self, error: str | None = None) -> None:
+        """Write the record of this rank. error: why it is not complete, if it is not. A second call does nothing."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        self.record.update(
+            error=error,
+            modules=Counter(type(module).__name__ for root in self.roots for module in root.modules()),
+            threads=torch.get_num_threads(),
+            torch=torch.__version__,
+            device=str(next((tensor.device for tensor in self.params.values()), "none")),
+        )
+        part = self.folder / f"rank-{self.rank}.part"
+        part.write_text(json.dumps(self.record))
+        part.rename(part.with_suffix(".json"))
+
+    def leave(self) -> None:
+        """End this process when all ranks have written their records. No collective: the script may be inside one."""
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while len(list(self.folder.glob("rank-*.json"))) < self.size and time.monotonic() < deadline:
+            time.sleep(0.02)  # no event tells that a process of another rank has written its file
+        raise SystemExit(0)
+
+
+def _plain(value: Any) -> Any:
+    value = value.tolist() if isinstance(value, torch.Tensor) else value
+    known = str(value) if isinstance(value, list | tuple | dict | str | None) else type(value).__name__
+    return value if isinstance(value, int | float) else known
+
+
+def _hook(recorder: Recorder, modules: Iterable[Any]) -> None:
+    """Let `recorder` follow torch, and the collectives that the script calls in `modules`."""
+    register_optimizer_step_pre_hook(recorder.see_step)
+    register_optimizer_step_post_hook(recorder.see_step_end)
+
+    # Torch has no hooks for these: those of forwards see no keyword arguments. `Tensor.backward` calls the second.
+    libraries = {module.__name__.partition(".")[0] for module in modules}
+    call, backward = torch.nn.Module.__call__, torch.autograd.backward
+    add_param_group = torch.optim.Optimizer.add_param_group
+
+    @functools.wraps(call)
+    def recorded_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorder.see_forward(module, [*args, kwargs])
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            recorder.see_forward_end()
+
+    @functools.wraps(backward)
+    def recorded_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if not recorder.in_backward:
+            recorder.see_backward(tensors)
+        is_inner, recorder.in_backward = recorder.in_backward, True
+        try:
+            backward(tensors, *args, **kwargs)
+        finally:
+            recorder.in_backward = is_inner
+
+    @functools.wraps(add_param_group)
+    def recorded_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        add_param_group(optimizer, group)
+        recorder.watch(group["params"])  # now a list of tensors
+
+    def recorded_collective(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+            if caller not in libraries:  # the script's own call
+                with contextlib.suppress(TypeError):  # which the function raises, too
+                    recorder.see_collective(function, signature.bind(*args, **kwargs).arguments)
+            return function(*args, **kwargs)
+
+        return recorded
+
+    for module in modules:
+        for name in filter(_COLLECTIVE.fullmatch, dir(module)):
+            if inspect.isfunction(function := getattr(module, name)):
+                setattr(module, name, recorded_collective(function))
+
+    torch.nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
+    torch.autograd.backward = recorded_backward
+    torch.optim.Optimizer.add_param_group = recorded_group  # type: ignore[method-assign, assignment]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the script; see the module's docstring."""
+    folder, steps, size, backend, deadline, _, *command = argv
+    recorder = Recorder(Path(folder), int(steps), detect(os.environ).rank, int(size))
+    if deadline:
+        stacks = (recorder.folder / f"stacks-{recorder.rank}").open("w")
+        faulthandler.dump_traceback_later(max(0.1, float(deadline) - time.time()), file=stacks)
+    try:
+        if backend not in HOROVOD_BACKENDS:
+            install()  # a script of Horovod runs on dualdist
+        _hook(recorder, (importlib.import_module("horovod.torch"), dualdist, torch.distributed))
+        sys.exit(run(command))
+    except SystemExit as end:
+        recorder.write("" if end.code else None)  # the output says why
+        raise
+    except BaseException:
+        recorder.write(traceback.format_exc())
+        raise
+    finally:
+        groups = torch.distributed
+        if groups.is_available() and groups.is_initialized() and not dualdist.is_initialized():
+            groups.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,218 @@
+"""Whether all ranks have equal parameters: compared at the start, after join(), and whenever a script asks."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from .core.agreement.call import ALLGATHER_OBJECT
+from .core.checks import flag, integer, is_dtensor, shown_ranks, wrong
+from .core.collectives.allreduce import allreduce_
+from .core.collectives.objects import allgather_object
+from .core.compiling import not_compiled
+from .core.gradients.bucket_memory import TrackedParameter, as_real
+from .core.gradients.combiner import SyncOptions
+from .core.types import Min
+from .core.world.process_sets import ProcessSetLike, channel_of, global_process_set, reporting
+from .errors import ReplicaMismatchError
+
+# Warns when ranks start, or go on after join(), with different parameters or options, which training keeps.
+#
+# Without broadcast_parameters(), or with another learning rate on one rank, each rank trains a model of its own, and
+# losses look normal. The ranks compare checksums when they first combine gradients, and first after join().
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SHOWN = 5
+_PART = 1 << 18
+"""How many numbers of a tensor are read at a time."""
+
+
+def warn_of_differences(params: Sequence[TrackedParameter], options: SyncOptions, number: int) -> None:
+    """Warn on the first rank of the process set if parameters or hyperparameters differ between ranks. Collective.
+
+    The host waits for the device of the parameters. number: of the reducer.
+    """
+    # Their names are equal on all ranks, because the class of the optimizer is.
+    numbers, process_set = options.hyperparameters(), options.process_set
+    names = [*(repr(param.name) for param in params), *numbers]
+    values = torch.cat(
+        [_checksums(params), torch.tensor([_hash(repr(value)) for value in numbers.values()], device="cpu")]
+    )
+    least = allreduce_(
+        torch.stack([values, -values]), op=Min, name=f"dualdist.start.{number}", process_set=process_set
+    )
+    wrong = [name for name, low, high in zip(names, *least.tolist(), strict=True) if low != -high]
+    if wrong and channel_of(process_set).group.rank == 0:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        warnings.warn(
+            f"The ranks start with different values of {', '.join(wrong[:_SHOWN])}{more}, and will train different "
+            "models. Call broadcast_parameters(model.state_dict(), root_rank=0) and broadcast_optimizer_state("
+            "optimizer, root_rank=0) before training, and after join() with the rank that it returns as the root. "
+            "DUALDIST_COMPARE_START=0 switches this comparison off.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+@torch.no_grad()
+def _checksums(params: Sequence[TrackedParameter]) -> torch.Tensor:
+    """Return a sum of the bits of each parameter, (n,) int64 on the CPU."""
+    sums: list[torch.Tensor] = []
+    for param in params:
+        data = param.tensor.data
+        if type(data) is not torch.Tensor or data.is_quantized or data.is_meta:
+            sums.append(torch.tensor(0, device=params[0].device))  # its bits cannot be read
+            continue
+        sums.append(torch.zeros((), dtype=torch.int64, device=data.device))
+        for part in _words(data).split(_PART):  # the CPU copies what it sums to int64
+            sums[-1] += part.sum(dtype=torch.int64)
+    return _on_cpu(sums)
+
+
+def _on_cpu(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors of one number each as one on the CPU. It waits once for each device."""
+    result = torch.empty(len(numbers), dtype=torch.int64, device="cpu")
+    for device in {number.device for number in numbers}:
+        places = [place for place, number in enumerate(numbers) if number.device == device]
+        result[places] = torch.stack([numbers[place] for place in places]).cpu()
+    return result
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a dense tensor as integers, ((n,), of its width)."""
+    data = as_real(data).contiguous().reshape(-1)
+    return data.view(_WORDS[data.element_size()])
+
+
+# The comparison that a script asks for.
+
+_calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""How often each model was to be checked."""
+
+
+@not_compiled
+def check_replicas(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    every: int = 1,
+    batch_norm_buffers: bool = True,
+    process_set: ProcessSetLike = global_process_set,
+) -> None:
+    """Raise ReplicaMismatchError unless all ranks have the same bits in `model` and `optimizer`.
+
+    Collective: every member of `process_set` must call it. Call it between steps. It reads all numbers, and gathers one
+    checksum for each tensor. A model on a GPU makes the host wait for it.
+
+    Args:
+        model: its parameters and buffers are compared, of any dtype, also those that are not in its state_dict.
+        optimizer: its state and its hyperparameters are compared, too.
+        every: compare in the first of so many calls for this model, and return at once in the others.
+        batch_norm_buffers: False leaves out the running statistics of normalization layers, which each rank has of its
+            own unless they are synchronized (SyncBatchNorm, DistributedDataParallel).
+
+    Raises:
+        ReplicaMismatchError: on all members. It names the first tensor that differs, and the ranks that have other bits
+            than most.
+        TypeError: an argument is of a wrong type, or the model has DTensors, of which each rank has its own part.
+        HorovodInternalError: this has failed on another rank, or as for `allgather`.
+    """
+    with reporting(ALLGATHER_OBJECT, process_set):
+        if not isinstance(model, nn.Module):
+            raise wrong("model", "a module", model, "Pass the model, bare or wrapped.", TypeError)
+        if optimizer is not None and not hasattr(optimizer, "state_dict"):
+            fix = "Pass the one that trains the model."
+            raise wrong("optimizer", "an optimizer or None", optimizer, fix, TypeError)
+        every = integer("every", every, least=1)
+        call = _calls.get(model, 0)
+        _calls[model] = call + 1
+        if call % every:
+            return
+        named = [*_of_model(model, flag("batch_norm_buffers", batch_norm_buffers)), *_of_optimizer(optimizer)]
+        sums = _on_cpu([_fingerprint(name, value) for name, value in named]).tolist()
+        own = {name: (_described(value), found) for (name, value), found in zip(named, sums, strict=True)}
+    replicas = allgather_object(own, process_set=process_set)
+    names = list(dict.fromkeys(name for replica in replicas for name in replica))
+    wrong_names = [name for name in names if len({replica.get(name) for replica in replicas}) > 1]
+    if not wrong_names:
+        return
+    first = wrong_names[0]
+    values = [replica.get(first) for replica in replicas]
+    most = Counter(values).most_common(1)[0][0]
+    others = [
+        rank for rank, value in zip(channel_of(process_set).group.ranks, values, strict=True) if value != most
+    ]
+    what = next(value[0] for value in (most, *values) if value is not None)
+    more = f" {len(wrong_names) - 1} more differ, such as {wrong_names[1]!r}." if len(wrong_names) > 1 else ""
+    raise ReplicaMismatchError(
+        f"{first!r} ({what}) must be the same on all ranks, but {shown_ranks(others)} of {len(replicas)} "
+        f"differ{'s' * (len(others) == 1)} from the others.{more} "
+        "Look for what changes the model outside of the optimizer's step on some ranks only, for a missing "
+        "broadcast_parameters() or broadcast_optimizer_state(), and for gradients that were not combined."
+    )
+
+
+def _of_model(model: nn.Module, batch_norm_buffers: bool) -> Iterator[tuple[str, Any]]:
+    own = set()
+    if not batch_norm_buffers:
+        layers = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "running_mean")]
+        own = {
+            f"{name}.{key}".lstrip(".")
+            for name, layer in layers
+            for key, _ in layer.named_buffers(recurse=False)
+        }
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in own)
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Any]]:
+    """Yield the hyperparameters and the state, by the numbers of groups and parameters as in a state_dict."""
+    state = {"param_groups": [], "state": {}} if optimizer is None else optimizer.state_dict()
+    for number, group in enumerate(state["param_groups"]):
+        yield from ((f"optimizer.param_groups[{number}].{name}", value) for name, value in group.items())
+    for number, entries in state["state"].items():
+        items = entries.items() if isinstance(entries, dict) else [("value", entries)]
+        yield from ((f"optimizer.state[{number}].{name}", value) for name, value in items)
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}, {'x'.join(map(str, value.shape)) or 'a scalar'}"
+
+
+@torch.no_grad()
+def _fingerprint(name: str, value: Any) -> torch.Tensor:
+    """Return a number that is the same for equal bits, () int64 on the device of `value`."""
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor(_hash(repr(value)), device="cpu")
+    if is_dtensor(value):
+        fix = "Sharded models are compared by what sharded them."
+        raise wrong("model", "of plain tensors", f"a DTensor {name!r}", fix, TypeError)
+    data = value.detach()
+    if nn.parameter.is_lazy(data) or data.is_meta:
+        return torch.tensor(0, device="cpu")
+    if data.layout != torch.strided:
+        data = data.to_sparse_coo().coalesce()
+        return 3 * _fingerprint(name, data.indices()) + _fingerprint(name, data.values())
+    if data.is_quantized:
+        return _fingerprint(name, data.int_repr()) + _hash(str(data.qscheme()))
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for number, part in enumerate(_words(data).split(_PART)):
+        # Odd weights, so that every bit counts, and so does the place of each number.
+        weights = (
+            torch.arange(number * _PART, number * _PART + part.numel(), device=part.device).mul_(2).add_(1)
+        )
+        total += (part.to(torch.int64) * weights).sum()
+    return total

@@ -1,0 +1,1 @@
+"""Checkpoints of sharded models (FSDP2, DTensor) by torch.distributed.checkpoint."""

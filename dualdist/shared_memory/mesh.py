@@ -1,0 +1,263 @@
+"""The memory that the members of a group share, and the Unix sockets by which they wait for each other.
+
+In a barrier, each member signals the members at distances 1, 2, 4, ... and waits for as many (the dissemination barrier
+of Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization"). A waiting member sleeps in poll(2),
+which costs no CPU time on a host with more processes than cores. The kernel closes the sockets of a process that dies.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..core.meeting.server import own_peer, unix_listener
+from ..errors import HorovodInternalError
+
+# The shared memory: anonymous (memfd), so that it ends with the last process that uses it, even if all are killed.
+#
+# Only processes that receive its descriptor can map it. The kernel gives it pages when they are used, and the size of
+# /dev/shm does not limit it. It has two sets of boxes, one box a member, and an arena for each member: a range from
+# which the member allocates tensors that the others read where they are.
+
+PAGE_BYTES = 4096
+_BOX_BYTES, _MOST_BYTES = 8 << 20, 16 << 20
+"""Larger boxes do not fit the cache of a core. All boxes of a set together take at most `_MOST_BYTES`."""
+
+
+def box_bytes(size: int) -> int:
+    """Return the length of a box of `size` members."""
+    return max(PAGE_BYTES, min(_BOX_BYTES, _MOST_BYTES // size) // PAGE_BYTES * PAGE_BYTES)
+
+
+def _arena_bytes(size: int) -> int:
+    """Return the length of one arena. Together they are as long as the memory of the host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // size // PAGE_BYTES * PAGE_BYTES
+
+
+def _announced_bytes(size: int) -> int:
+    """Return the length of what comes before the boxes: two numbers of 8 bytes a member."""
+    return math.ceil(16 * size / PAGE_BYTES) * PAGE_BYTES
+
+
+def make_memory(size: int) -> int:
+    """Return the descriptor of new memory for `size` members. Raises OSError when the system has none to give."""
+    descriptor = os.memfd_create("dualdist", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, _announced_bytes(size) + size * (2 * box_bytes(size) + _arena_bytes(size)))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class Memory:
+    """The memory as one member sees it."""
+
+    def __init__(self, descriptor: int, place: int, size: int) -> None:
+        """Map the memory. Raises OSError when a limit of the process does not allow it."""
+        self._map = mmap.mmap(descriptor, 0)
+        # A core dump would read all of it, and so fill the memory of the host.
+        self._map.madvise(mmap.MADV_DONTDUMP)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._place, self._arena_bytes = place, _arena_bytes(size)
+        self.box_bytes = box_bytes(size)
+        boxes_start = _announced_bytes(size)
+        boxes_end = boxes_start + 2 * size * self.box_bytes
+        self.boxes = self._bytes[boxes_start:boxes_end].view(2, size, self.box_bytes)
+        """Which set, which member, which byte."""
+        self.announced = memoryview(self._map)[: 16 * size].cast("q")
+        """For each set and member, a number that the member tells the others."""
+        self._arenas_start = boxes_end
+        self._free = [(boxes_end + place * self._arena_bytes, self._arena_bytes)]
+        """Free ranges of this member's arena, as (start, length), ascending."""
+        self._released: deque[tuple[int, int]] = deque()
+        """Ranges to be added to `_free`. Destructors run at any time, also inside `zeros`."""
+        self._process_id = os.getpid()
+
+    def zeros(self, length: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return zeros in this member's arena, ((length,), dtype); None when the arena is full. Not thread-safe."""
+        while self._released:
+            bisect.insort(self._free, self._released.popleft())
+        self._free = _merged(self._free)
+        num_bytes = math.ceil(length * dtype.itemsize / PAGE_BYTES) * PAGE_BYTES
+        for index, (start, free) in enumerate(self._free):
+            if 0 < num_bytes <= free:
+                self._free[index : index + 1] = [(start + num_bytes, free - num_bytes)]
+                owner = (ctypes.c_byte * num_bytes).from_buffer(self._map, start)
+                weakref.finalize(owner, self._release, start, num_bytes).atexit = False
+                return torch.frombuffer(owner, dtype=dtype, count=length)
+        return None
+
+    def _release(self, start: int, num_bytes: int) -> None:
+        # Not in a forked process, which would take the memory from its parent.
+        if os.getpid() == self._process_id:
+            self._map.madvise(mmap.MADV_REMOVE, start, num_bytes)
+            self._released.append((start, num_bytes))
+
+    def place_of(self, tensor: torch.Tensor) -> int:
+        """Return where in this member's arena `tensor` starts, in bytes; -1 for elsewhere."""
+        start = (
+            tensor.data_ptr() - self._bytes.data_ptr() - self._arenas_start - self._place * self._arena_bytes
+        )
+        return start if 0 <= start < self._arena_bytes else -1
+
+    def of_member(self, place: int, start: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the tensor at `start` in the arena of the member at `place`, with the length and dtype of `like`."""
+        begin = self._arenas_start + place * self._arena_bytes + start
+        return self._bytes[begin : begin + like.nbytes].view(like.dtype)
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, length in ranges:
+        if merged and sum(merged[-1]) == start:
+            start, length = merged[-1][0], merged.pop()[1] + length
+        merged.append((start, length))
+    return merged
+
+
+ADDRESS_BYTES = 16
+_HELLO = struct.Struct("<i")
+"""The first message on a connection: the caller's place."""
+
+
+class Mesh:
+    """The sockets of one member. Places are indices in the group."""
+
+    def __init__(self, ranks: Sequence[int], place: int, timeout: float) -> None:
+        """Listen. Local. ranks: of all members, for errors. timeout: of `connect`, in seconds."""
+        self.place, self.size = place, len(ranks)
+        self._ranks, self._timeout = ranks, timeout
+        self._steps = [1 << bit for bit in range((self.size - 1).bit_length())]
+        self._peers: dict[int, socket.socket] = {}
+        self._is_closed = False
+        self.address = secrets.token_bytes(ADDRESS_BYTES)
+        """Where this member listens: a random name in Linux's abstract namespace, which leaves no file."""
+        self._server = unix_listener(_name(self.address))
+
+    def connect(self, addresses: list[bytes], descriptor: int | None) -> int:
+        """Connect to the other members and return the descriptor of the memory. Collective.
+
+        descriptor: that of place 0, which passes it on in a tree; None on the others. Raises OSError.
+        """
+        peers = {(self.place + sign * step) % self.size for step in self._steps for sign in (-1, 1)}
+        deadline = time.monotonic() + self._timeout
+        for peer in sorted(place for place in peers if place > self.place):
+            self._peers[peer] = self._call(addresses[peer])
+        expected = sum(place < self.place for place in peers)
+        while expected:
+            expected -= self._accept(deadline)
+        self._server.close()
+        # In the tree, the parent of a place is the place without its highest bit.
+        child_step = 1 << self.place.bit_length()
+        if descriptor is None:
+            _, received, _, _ = socket.recv_fds(self._peers[self.place - child_step // 2], 1, 1)
+            if not received:
+                raise OSError("a member has left")
+            descriptor = received[0]
+        for step in self._steps:
+            if step >= child_step and self.place + step < self.size:
+                socket.send_fds(self._peers[self.place + step], [b"\0"], [descriptor])
+        for connection in self._peers.values():
+            connection.setblocking(False)
+        return descriptor
+
+    def _call(self, address: bytes) -> socket.socket:
+        with contextlib.ExitStack() as stack:
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+            connection.settimeout(self._timeout)
+            connection.connect(_name(address))
+            if own_peer(connection) is None:
+                raise OSError("another user listens at a member's address")
+            connection.sendall(_HELLO.pack(self.place))
+            stack.pop_all()
+        return connection
+
+    def _accept(self, deadline: float) -> bool:
+        """Accept one connection. Return whether it is from a member."""
+        self._server.settimeout(max(1e-3, deadline - time.monotonic()))
+        connection, _ = self._server.accept()
+        connection.settimeout(self._timeout)
+        is_own = own_peer(connection) is not None  # 0: in another namespace of process IDs
+        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL) if is_own else b""
+        if len(hello) < _HELLO.size:
+            connection.close()
+            return False
+        (place,) = _HELLO.unpack(hello)
+        self._peers[place] = connection
+        return True
+
+    def barrier(self) -> Iterator[socket.socket]:
+        """Meet the other members; yield the socket for whose data to wait next, until it has arrived.
+
+        Raises HorovodInternalError when a member has left.
+        """
+        for step in self._steps:
+            self._signal((self.place + step) % self.size)
+            source = (self.place - step) % self.size
+            while not self._has_signal(source):
+                yield self._peers[source]
+
+    def _signal(self, place: int) -> None:
+        try:
+            self._peers[place].send(b"\0", socket.MSG_NOSIGNAL)
+        except (OSError, KeyError) as error:
+            raise self._left(place) from error
+
+    def _has_signal(self, place: int) -> bool:
+        try:
+            if self._peers[place].recv(1):
+                return True
+        except BlockingIOError:
+            return False
+        except (OSError, KeyError) as error:
+            raise self._left(place) from error
+        raise self._left(place)
+
+    def check(self) -> None:
+        """Raise HorovodInternalError if a member has left, or if this one has closed its connections. Local."""
+        poll = select.poll()
+        places = {peer.fileno(): place for place, peer in self._peers.items()}
+        for descriptor in places:
+            poll.register(descriptor, select.POLLRDHUP)
+        for descriptor, _ in poll.poll(0):
+            raise self._left(places[descriptor])
+        if self._is_closed:
+            raise HorovodInternalError("the connections to the other ranks of this host are closed")
+
+    def _left(self, place: int) -> HorovodInternalError:
+        return HorovodInternalError(f"rank {self._ranks[place]} has left")
+
+    def close(self) -> None:
+        """Close the connections. The other members notice it. Local."""
+        self._is_closed = True
+        self._server.close()
+        for peer in self._peers.values():
+            # shutdown() wakes the threads that wait for the peer, also those of forked processes.
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+            peer.close()
+        self._peers = {}
+
+    def abandon(self) -> None:
+        """In a forked process, close its copies of the sockets. The parent's connections stay open. Local."""
+        for peer in self._peers.values():
+            peer.close()
+
+
+def _name(address: bytes) -> str:
+    return f"\0dualdist-{address.hex()}"
