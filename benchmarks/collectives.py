@@ -1,7 +1,7 @@
 """Measures collectives of float32 tensors, from 4 bytes to 256 MB per process, beside gloo, mpi4py and Horovod.
 
-    dualdist bench collectives
-    dualdist bench collectives --collectives allreduce --bytes 1024 67108864 --baseline mpi4py
+    python benchmarks/collectives.py
+    python benchmarks/collectives.py --collectives allreduce --bytes 1024 67108864 --baseline mpi4py
 
 The figures are milliseconds per call, as the slowest process saw it. With --bandwidth also GB/s on the bus: the bytes
 that each process must send, divided by the time, as nccl-tests define it (doc/PERFORMANCE.md).

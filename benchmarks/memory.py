@@ -2,8 +2,8 @@
 
 Of shared memory, each process that uses it is charged an equal part (proportional set size, proc(5)).
 
-dualdist bench memory
-dualdist bench memory --model resnet18 --json memory.json
+python benchmarks/memory.py
+python benchmarks/memory.py --model resnet18 --json memory.json
 """
 
 from __future__ import annotations

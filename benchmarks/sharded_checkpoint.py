@@ -1,7 +1,7 @@
 """Measures saves of a sharded model beside torch's own: the longest pause of training, and the greatest memory.
 
-dualdist bench sharded_checkpoint
-dualdist bench sharded_checkpoint --rounds 3 --json sharded.json
+python benchmarks/sharded_checkpoint.py
+python benchmarks/sharded_checkpoint.py --rounds 3 --json sharded.json
 
 Each way to save has processes of its own, which save, train some steps and wait for the end of the save, three times.
 """

@@ -1,8 +1,8 @@
 """Measures one training step of models, and compares dualdist with torch's DDP, Horovod and others.
 
-    dualdist bench step                                            # everything that is installed: about half an hour
-    dualdist bench step --models mlp small --contestants DDP 'dualdist torch+gloo module' --json step.json
-    dualdist bench step --hook allreduce                           # with a communication hook, for those that have it
+    python benchmarks/step.py                                # everything that is installed: about half an hour
+    python benchmarks/step.py --models mlp small --contestants DDP 'dualdist torch+gloo module' --json step.json
+    python benchmarks/step.py --hook allreduce              # with a communication hook, for those that have it
 
 In each round, each contestant trains all models in new processes. A ratio is the median over the rounds, then the
 smallest and the greatest. CPU time (user and system, all threads) depends less on what else the machine does.

@@ -173,7 +173,7 @@ def test_digits_of_other_scripts_unknown_options_and_abbreviations_are_errors(
     assert wrong[-1] in errors and errors.startswith("usage: dualdist run -np")
 
 
-@pytest.mark.parametrize("words", ["migrate {script}", "migrate --diff {script}", "doctor", "bench"])
+@pytest.mark.parametrize("words", ["migrate {script}", "migrate --diff {script}", "doctor"])
 def test_an_output_that_cannot_be_written_is_one_line_and_one_without_a_reader_none(
     words: str, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""`dualdist bench` with real contestants, each for one round."""
+"""The scripts of benchmarks/ with real contestants, each for one round."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from dualdist.cli import bench, main
-
 from ..helpers.world import ROOT
 
 pytestmark = pytest.mark.timeout(300)  # every contestant's processes import torch and its compiler
@@ -25,10 +23,10 @@ Report = dict[str, Any]
 
 
 def bench_json(folder: Path, name: str, contestants: tuple[str, ...], *arguments: str) -> Report:
-    """Return what `dualdist bench NAME` writes with --json."""
+    """Return what a benchmark writes with --json."""
     chosen = ["--rounds", "1", "--json", str(folder / "report.json"), "--contestants", *contestants]
     ended = subprocess.run(
-        [sys.executable, "-m", "dualdist", "bench", name, *chosen, *arguments],
+        [sys.executable, f"benchmarks/{name}.py", *chosen, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -43,9 +41,9 @@ def bench_json(folder: Path, name: str, contestants: tuple[str, ...], *arguments
 
 @contextlib.contextmanager
 def started_bench(arguments: tuple[str, ...], **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """Start `dualdist bench step` with the model `small`; end it when the block ends."""
+    """Start benchmarks/step.py with the model `small`; end it when the block ends."""
     with subprocess.Popen(
-        [sys.executable, "-m", "dualdist", "bench", "step", "--models", "small", *arguments],
+        [sys.executable, "benchmarks/step.py", "--models", "small", *arguments],
         cwd=ROOT,
         env=os.environ | variables,
         stdout=subprocess.PIPE,
@@ -120,16 +118,3 @@ def test_collectives_compare_callers(tmp_path: Path) -> None:
     names = ("allreduce", "broadcast", "allgather", "alltoall", "reducescatter")
     report = bench_json(tmp_path, "collectives", ("gloo", "dualdist torch+gloo"), "--bytes", "64")
     check_ratios(report, [f"{name} 64" for name in names])
-
-
-def test_benchmarks_are_listed_with_their_purposes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench"]) == 0
-    assert "step                 Measures one training step of models" in capsys.readouterr().out
-
-
-def test_bench_needs_a_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench, "_ROOT", tmp_path)
-    assert main(["bench", "step"]) == 2
-    assert "in a checkout of the repository" in capsys.readouterr().err

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TextIO
 
-from .. import __version__
-from ..errors import ConfigurationError
+from . import __version__
+from .errors import ConfigurationError
 
 _COMMANDS = {
-    "bench": ("cli.bench", "measure dualdist beside torch, Horovod and others"),
     "doctor": ("doctor.command", "show what was detected, and which backends and transports can start here"),
     "exec": ("exec.command", "under any launcher: become a torch script, with all variables of torchrun"),
     "hang": (
