@@ -127,7 +127,7 @@ def test_a_process_manager_that_is_not_there_is_an_error(variables: dict[str, st
 def test_processes_that_have_started_mpi_can_meet() -> None:
     need_modules("mpi4py")
     source = (
-        "from mpi4py import MPI; import os; from dualdist.core.launch import export_environment as export; "
+        "from mpi4py import MPI; import os; from dualdist.exec import export_environment as export; "
         "export(); os.write(1, b'rank %d\\n' % int(os.environ['RANK']))"
     )
     output = finish([*_PMIX, sys.executable, "-c", source], forks=False).check()
@@ -138,9 +138,9 @@ def test_processes_that_have_started_mpi_can_meet() -> None:
 @pytest.mark.parametrize(
     ("launcher", "join", "count"),
     [
-        ("dualdist run", "from dualdist.core.launch import export_environment as join", 1),
+        ("dualdist run", "from dualdist.exec import export_environment as join", 1),
         ("dualdist run", "from dualdist import init as join", 1),
-        ("mpirun", "from dualdist.core.launch import export_environment as join", 0),
+        ("mpirun", "from dualdist.exec import export_environment as join", 0),
     ],
 )
 def test_a_world_of_mpi4py_that_is_smaller_than_the_launchers_is_named(
@@ -226,7 +226,7 @@ def test_init_on_two_hosts_needs_no_mpi4py(network: Network, launcher: str) -> N
 
 _ENDS_LATER = """
 import os, pathlib, sys
-from dualdist.exec.export import export_environment
+from dualdist.exec import export_environment
 export_environment()
 folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
 other = folder / "rank1"
@@ -420,7 +420,7 @@ def test_a_trainer_of_lightning_joins_all_processes(
     need_modules("lightning")
     need_programs(*LAUNCHERS[launcher][:1])
     path = script(
-        ("" if before == EXEC else "import dualdist.core.launch\ndualdist.launch.export_environment()\n")
+        ("" if before == EXEC else "import dualdist.exec\ndualdist.exec.export_environment()\n")
         + "from os import environ, write\n"
         "from lightning.pytorch import Trainer\n"
         "from lightning.pytorch.demos.boring_classes import BoringModel\n"

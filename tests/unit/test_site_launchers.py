@@ -1,15 +1,11 @@
-"""A site's own launchers: variables named by DUALDIST_RANK_FROM and others, and rows that packages register."""
+"""A site's own launchers: variables named by DUALDIST_RANK_FROM and others."""
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Callable, Iterator
-
 import pytest
 
-from dualdist.core.launch import Launcher, detect
+from dualdist.core.launch import detect
 from dualdist.core.launch.environment import without_launchers
-from dualdist.core.launch.launchers import registered_launchers
 from dualdist.errors import ConfigurationError
 
 from . import test_detect
@@ -19,8 +15,6 @@ NAMED = numbers("MY_") | {
     f"DUALDIST_{name}_FROM": f"MY_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 }
 TORCHRUN = test_detect.TORCHRUN | {"RANK": "1"}
-ROW = Launcher("mylauncher", "MY_RANK", "MY_SIZE", None, None, markers=("MY_JOB",))
-Register = Callable[[object], None]
 
 
 def test_named_variables_describe_the_process() -> None:
@@ -62,45 +56,3 @@ def test_another_launcher_that_disagrees_is_an_error() -> None:
 
 def test_processes_of_dualdist_run_inherit_none_of_the_variables() -> None:
     assert without_launchers(NAMED | {"KEPT": "yes"}) == {"KEPT": "yes"}
-
-
-@pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
-    """Return what makes its argument an entry point of an installed package."""
-
-    class Point:
-        name, value = "mine", "my_package:ROW"
-
-        def __init__(self, loaded: object) -> None:
-            self.loaded = loaded
-
-        def load(self) -> object:
-            return self.loaded
-
-    def install(loaded: object) -> None:
-        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Point(loaded)])
-        registered_launchers.cache_clear()
-
-    yield install
-    registered_launchers.cache_clear()
-
-
-@pytest.mark.parametrize("loaded", [ROW, (ROW,)], ids=["row", "tuple"])
-def test_a_package_can_register_a_launcher(register: Register, loaded: object) -> None:
-    register(loaded)
-    launch = detect({"MY_JOB": "7", "MY_RANK": "3", "MY_SIZE": "6"})
-    assert (launch.launcher, launch.rank, launch.size, launch.local_rank) == ("mylauncher", 3, 6, None)
-    assert without_launchers({"MY_JOB": "7", "MY_RANK": "3"}) == {}
-    with pytest.raises(ConfigurationError, match="`MY_SIZE` must be set beside MY_JOB"):
-        detect({"MY_JOB": "7", "MY_RANK": "3"})
-
-
-def test_a_launcher_of_the_table_comes_before_those_of_packages(register: Register) -> None:
-    register(ROW)
-    assert detect(TORCHRUN | {"MY_JOB": "7", "MY_RANK": "3", "MY_SIZE": "6"}).launcher == "torchrun"
-
-
-def test_something_else_as_an_entry_point_is_an_error(register: Register) -> None:
-    register("my_package")
-    with pytest.raises(ConfigurationError, match=r"`mine` of the entry points .* but is str instead"):
-        detect({})

@@ -33,7 +33,7 @@ def test_help_some_modules_and_a_script_that_exports_the_environment_need_no_tor
 import contextlib, os, sys; sys.modules["torch"] = None
 import dualdist.core.meeting, dualdist.processes.function
 from dualdist.cli import main
-from dualdist.core.launch import export_environment
+from dualdist.exec import export_environment
 for words in (["--help"], ["--version"], ["run", "--help"], ["doctor", "--help"]):
     with contextlib.suppress(SystemExit):
         main(words)

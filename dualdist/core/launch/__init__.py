@@ -5,11 +5,9 @@ A row in launchers.py describes a launcher, and detect.py reads the environment 
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..types import Launch, World
 from .detect import detect as detect
@@ -19,13 +17,6 @@ from .launchers import ELASTIC_DIR as ELASTIC_DIR
 from .launchers import LAUNCHERS as LAUNCHERS
 from .launchers import SPAWN as SPAWN
 from .launchers import Launcher as Launcher
-
-
-def __getattr__(name: str) -> Any:
-    if name == "export_environment":  # for users; it needs the meeting, which is above this package
-        return importlib.import_module("dualdist.exec.export").export_environment
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 # Where the ranks run: Horovod's six numbers of each rank, and the device of each rank.
 

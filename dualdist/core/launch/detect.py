@@ -18,7 +18,7 @@ from ...errors import ConfigurationError
 from ..checks import configuration, integer, text, wrong
 from ..types import Launch
 from .environment import without_copies
-from .launchers import LAUNCHERS, MARKS, NAMED_BY, OUTERMOST, SITE, Launcher, Mark, registered_launchers
+from .launchers import LAUNCHERS, MARKS, NAMED_BY, OUTERMOST, SITE, Launcher, Mark
 
 _BY_HAND = ("env", SITE)
 """Launchers whose variables a script or a site can set under another launcher."""
@@ -45,8 +45,7 @@ def detect(env: Mapping[str, str], mpi_size: Callable[[], int] | None = None) ->
         return _world_of_one("DUALDIST_LAUNCHER=python")
     site = _site_launcher(env)
     known = (*LAUNCHERS, site) if site else LAUNCHERS
-    # Those that packages register count only where no other describes the process.
-    candidates = _candidates(known, env) or _candidates(registered_launchers(), env)
+    candidates = _candidates(known, env)
     if not candidates:
         return _plain_python(env)
     for candidate in candidates:

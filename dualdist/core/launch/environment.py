@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 from ...errors import ConfigurationError
 from ..types import NEVER_SECONDS, Settings, World
-from .launchers import LAUNCHERS, NAMED_BY, registered_launchers
+from .launchers import LAUNCHERS, NAMED_BY
 
 COPIES = "DUALDIST_COPIES"
 """The variable with the copies as NAME=VALUE, separated by spaces."""
@@ -37,9 +37,8 @@ HOST_VARIABLES = (
 def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables that launchers have set for this process."""
     env = without_copies(env)
-    rows = (*LAUNCHERS, *registered_launchers())
-    known = set(NAMED_BY.values()) | {getattr(row, field) for row in rows for field in NAMED_BY}
-    known |= {marker.partition("=")[0] for row in rows for marker in row.markers}
+    known = set(NAMED_BY.values()) | {getattr(row, field) for row in LAUNCHERS for field in NAMED_BY}
+    known |= {marker.partition("=")[0] for row in LAUNCHERS for marker in row.markers}
     known.add(COPIES)
     known |= {env[setting] for setting in NAMED_BY.values() if env.get(setting)}
     return {

@@ -13,14 +13,11 @@ prterun, PRRTE src/mca/schizo/prte/schizo_prte.c:setup_fork. tests/unit/environm
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from ...errors import ConfigurationError
 
 ELASTIC_DIR = "DUALDIST_ELASTIC_DIR"
 """The variable that names the folder of elastic commits."""
@@ -231,7 +228,7 @@ LAUNCHERS = (
 """Where several launchers report the same numbers, the first row wins."""
 
 
-# Rows beside the table: one that environment variables describe (detect.py), and those that packages register.
+# A row beside the table: the one that environment variables describe (detect.py).
 
 NAMED_BY = {
     "rank": "DUALDIST_RANK_FROM",
@@ -240,28 +237,6 @@ NAMED_BY = {
     "local_size": "DUALDIST_LOCAL_SIZE_FROM",
 }
 """Field of Launcher -> the variable that names the variable with this number."""
-
-_GROUP = "dualdist.launchers"
-
-
-@functools.cache
-def registered_launchers() -> tuple[Launcher, ...]:
-    """Return the launchers that installed packages register: each entry point is a Launcher or a tuple of them.
-
-    Raises ConfigurationError when an entry point is not a Launcher.
-    """
-    rows: list[Launcher] = []
-    for point in importlib.metadata.entry_points(group=_GROUP):
-        loaded = point.load()
-        for row in loaded if isinstance(loaded, tuple) else (loaded,):
-            if not isinstance(row, Launcher):
-                raise ConfigurationError(
-                    f"`{point.name}` of the entry points {_GROUP!r} must be a Launcher or a tuple of "
-                    f"them, but is {type(row).__name__} instead. Correct or uninstall {point.value}."
-                )
-            rows.append(row)
-    return tuple(rows)
-
 
 # Marks: variables that only a launched process has, also of launchers that give no rank and size.
 #
