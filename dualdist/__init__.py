@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .core import extensions
+
 __version__ = "0.1.0"
 
 _STUB = Path(__file__).with_suffix(".pyi").read_text()
@@ -23,6 +25,13 @@ _HOME = {
 """Public name -> the module that it is from; "." for those that are modules themselves."""
 
 __all__ = tuple(sorted(_HOME))
+
+extensions.register(
+    {
+        "comm_hook": "dualdist.comm_hooks:checked_comm_hook",
+        "compare_start": "dualdist.replicas:warn_of_differences",
+    }
+)
 
 _NAMES_IN_TORCH = {
     "all_gather_into_tensor": "allgather",

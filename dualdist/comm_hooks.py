@@ -27,9 +27,10 @@ import torch
 
 from .core import accelerator
 from .core.agreement.channel import Channel
-from .core.backends.base import Backend, Work
+from .core.backends.base import Backend
 from .core.checks import wrong
 from .core.gradients.bucket_memory import Bucket
+from .core.gradients.combiner import HookWork
 from .core.process_exit import at_exit
 from .errors import HorovodInternalError
 
@@ -104,27 +105,23 @@ class CommHook:
         """Whether it is known to start one collective for a bucket, and to wait for nothing."""
         return getattr(self.hook, "__module__", None) == _TORCH and self.name in _ONLY_START
 
+    def queue(self) -> HookQueue:
+        """Return what calls it for the buckets of a reducer."""
+        return HookQueue(self)
 
-def checked_comm_hook(comm_hook: Any) -> CommHook | None:
+
+def checked_comm_hook(comm_hook: Any) -> CommHook:
     """Return `comm_hook`, a hook or (state, hook), as a CommHook. Raises TypeError."""
-    if comm_hook is None:
-        return None
     state, hook = comm_hook if isinstance(comm_hook, tuple) and len(comm_hook) == 2 else (None, comm_hook)
     if not callable(hook) or isinstance(hook, type):
         raise wrong("comm_hook", "a communication hook", hook, _FIX, TypeError)
     return CommHook(hook, state)
 
 
-class HookWork(Work):
+class HookedBucket(HookWork):
     """A bucket that a hook combines, or is going to combine."""
 
     def __init__(self, hook: CommHook, bucket: GradBucket, channel: Channel, step: str) -> None:
-        """Prepare.
-
-        Args:
-            channel: reports to the other ranks, which may be waiting, that a hook has raised.
-            step: names the backward; equal on all ranks, and another one for each backward.
-        """
         self._hook, self._bucket, self._channel, self.step = hook, bucket, channel, step
         self.device = bucket.buffer().device
         self._stream: Any = None
@@ -134,10 +131,8 @@ class HookWork(Work):
         self._future: torch._C.Future[Any] | None = None
         """Of the result, until it has been waited for."""
         self._ended = threading.Event()
-        self.result: torch.Tensor | None = None
-        """The combined gradients, (n,), after `wait`; None if the hook has raised an error."""
-        self.error: Exception | None = None
-        """What the hook has raised. A RuntimeError is a failure of the communication, as futures report it."""
+        self.result = None
+        self.error = None  # a RuntimeError is a failure of the communication, as futures report it
 
     def _failure_elsewhere(self) -> tuple[int, str] | None:
         """Return the bucket for which a hook of another rank has raised in this backward, and its error."""
@@ -147,7 +142,7 @@ class HookWork(Work):
         place, text = found.split(" ", 1)
         return int(place), text
 
-    def call(self, raised: HookWork | None) -> None:
+    def call(self, raised: HookedBucket | None) -> None:
         """Call the hook, unless one has raised for an earlier bucket of this backward. raised: the last one here."""
         found = self._failure_elsewhere()
         if raised is not None and raised.step == self.step:
@@ -258,20 +253,28 @@ class HookWork(Work):
 class HookQueue:
     """Runs hooks one after the other, in the order of the buckets: in a thread, unless they only start a collective."""
 
-    def __init__(self) -> None:
-        self._waiting: deque[HookWork] = deque()
+    def __init__(self, hook: CommHook) -> None:
+        self._hook = hook
+        self._waiting: deque[HookedBucket] = deque()
         """Those that the thread is going to call; it runs the first one."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._raised: HookWork | None = None
+        self._raised: HookedBucket | None = None
         """The last one whose hook has raised."""
-        self._started: list[HookWork] = []
+        self._started: list[HookedBucket] = []
         """Those that backward has started itself. It may have been given up, so that nobody waits for them."""
         self._stream_on = functools.cache(accelerator.new_stream)
         """The stream of hooks on a device. Backward continues on its own, while they wait for the other ranks."""
 
-    def submit(self, work: HookWork) -> None:
-        """Queue `work`, or start it at once if its hook waits for nothing."""
+    def send(
+        self, place: int, flat: torch.Tensor, bucket: Bucket, is_last: bool, channel: Channel, step: str
+    ) -> HookedBucket:
+        """Queue a bucket, or call the hook at once if it waits for nothing. The parameters are those of the core's."""
+        work = HookedBucket(self._hook, GradBucket(place, flat, bucket, is_last), channel, step)
+        self._submit(work)
+        return work
+
+    def _submit(self, work: HookedBucket) -> None:
         if accelerator.current_stream(work.device) is not None:
             work.run_on(self._stream_on(work.device))
         if work.only_starts:
@@ -293,7 +296,7 @@ class HookQueue:
                 if not self._waiting:
                     return
 
-    def _call(self, work: HookWork) -> None:
+    def _call(self, work: HookedBucket) -> None:
         work.call(self._raised)
         if work.error is not None:
             self._raised = work

@@ -7,26 +7,23 @@ algorithm for computing sample variances", 1979 (Stanford STAN-CS-79-773).
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from .core.accelerator import has_streams
+from .core.accelerator import checked_device, has_streams
 from .core.agreement.call import SYNC_BATCH_NORM
 from .core.agreement.matching import Verdict, payload_capacity
 from .core.backends.base import Group
-from .core.backends.torch_interface import world_group
-from .core.checks import converted, flag, instance, integer, number, wrong
+from .core.checks import flag, instance, integer, number, wrong
 from .core.collectives.allreduce import allreduce
 from .core.collectives.plan import make_call
 from .core.collectives.wire import dtype_name
 from .core.compiling import not_compiled
 from .core.types import Sum
-from .core.world.context import current
 from .core.world.process_sets import (
     ProcessSet,
     ProcessSetLike,
@@ -35,12 +32,6 @@ from .core.world.process_sets import (
     global_process_set,
     reporting,
 )
-
-
-def checked_device(name: str, device: Any) -> torch.device:
-    """Return `device`, the parameter `name`, as a torch.device. Raises TypeError if torch does not know it."""
-    return converted(name, device, torch.device, "a device", "Pass hvd.device().", without=bool)
-
 
 # Each rank sends one small row of numbers, in forward and in backward. On the CPU it travels with the agreement, in one
 # exchange. On a device a regular step has no agreement for it.
@@ -480,44 +471,3 @@ def _filled(made: _Layer, layer: _BatchNorm) -> _Layer:
 
 
 # Finds layers of torch.nn.SyncBatchNorm that would normalize by the batch of their own rank only.
-
-
-def check_sync_batch_norms(parts: Iterable[torch.nn.Module]) -> None:
-    """Raise ValueError if one of `parts` is a torch.nn.SyncBatchNorm that cannot reach the other ranks.
-
-    Such a layer needs a process group of torch and a GPU: it raises on the CPU, and without a group it silently uses
-    its own batch (torch/nn/modules/batchnorm.py, SyncBatchNorm.forward).
-    """
-    if world_group() is None and current().world.size == 1:
-        return
-    for part in parts:
-        if not isinstance(part, torch.nn.SyncBatchNorm):
-            continue
-        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-        if world_group() is None or any(tensor.device.type == "cpu" for tensor in tensors):
-            raise ValueError(
-                "The model must not have a torch.nn.SyncBatchNorm here, since that layer works on GPUs over "
-                "torch.distributed only, but it does. Call hvd.SyncBatchNorm.convert_sync_batchnorm(model) first."
-            )
-
-
-def layers_with(params: Sequence[torch.Tensor], *kinds: type[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the live layers of some `kinds` that hold one of `params`. An optimizer knows no modules."""
-    own = {id(param) for param in params}
-    all_kinds = set[type[torch.nn.Module]]().union(*map(_with_subclasses, kinds))
-
-    def found() -> list[torch.nn.Module]:
-        # Not gc.get_objects(): while its list exists, a tuple that another thread is just making raises SystemError.
-        layers = [value for value in gc.get_referrers(*all_kinds) if type(value) in all_kinds]
-        return [
-            layer for layer in layers if any(id(param) in own for param in layer.parameters(recurse=False))
-        ]
-
-    if not found():
-        return []
-    gc.collect()  # layers that were converted may be garbage
-    return found()
-
-
-def _with_subclasses(kind: type[torch.nn.Module]) -> set[type[torch.nn.Module]]:
-    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .checks import converted
+
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables that select devices, and number the selected ones from 0."""
 
@@ -165,3 +167,8 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work on `device`. Does nothing for the CPU."""
     if device.type == kind():
         _accelerator.synchronize(device)
+
+
+def checked_device(name: str, device: Any) -> torch.device:
+    """Return `device`, the parameter `name`, as a torch.device. Raises TypeError if torch does not know it."""
+    return converted(name, device, torch.device, "a device", "Pass hvd.device().", without=bool)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import dualdist as hvd
-from dualdist.comm_hooks import CommHook, GradBucket, HookWork
+from dualdist.comm_hooks import CommHook, GradBucket, HookedBucket
 from dualdist.core.gradients.bucket_memory import Bucket
 
 
@@ -33,11 +33,11 @@ class Ranks:
         return self._deadline
 
 
-def hook_work(hook: Any, ranks: Ranks) -> tuple[HookWork, torch.futures.Future[torch.Tensor]]:
+def hook_work(hook: Any, ranks: Ranks) -> tuple[HookedBucket, torch.futures.Future[torch.Tensor]]:
     """Return the started work of a bucket with two elements, and the future that its hook has returned."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     bucket = GradBucket(3, torch.zeros(2), Bucket((), (), 2, torch.float32, torch.device("cpu")), True)
-    work = HookWork(CommHook(hook, future), bucket, cast(Any, ranks), "step 7")
+    work = HookedBucket(CommHook(hook, future), bucket, cast(Any, ranks), "step 7")
     work.start()
     return work, future
 

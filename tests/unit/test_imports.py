@@ -22,7 +22,14 @@ CORE = (
     {"core.backends"},
     {"core.meeting"},
     {"core.launch"},
-    {"core.accelerator", "core.checks", "core.compiling", "core.executor", "core.process_exit"},
+    {
+        "core.accelerator",
+        "core.checks",
+        "core.compiling",
+        "core.executor",
+        "core.extensions",
+        "core.process_exit",
+    },
     {"core.types", "errors"},
 )
 """The rooms of the core, from the top to the bottom: a module imports from its own room and from those further down."""
@@ -34,15 +41,8 @@ FROM_CORE = {
     "core.backends.store": {"exec"},
     "core.backends.torch": {"mpi"},
     "core.backends.torch_groups": {"mpi", "shared_memory"},
-    "core.gradients.combiner": {"comm_hooks"},
-    "core.gradients.grad_sync": {"comm_hooks"},
-    "core.gradients.reducer": {"comm_hooks", "replicas"},
     "core.lifecycle": {"mpi", "observation"},
     "core.meeting": {"mpi"},
-    "core.training.optimizer": {"comm_hooks", "sync_batch_norm"},
-    "core.training.optimizer_state": {"sync_batch_norm"},
-    "core.training.parallel": {"comm_hooks"},
-    "core.training.parallel_arguments": {"comm_hooks", "sync_batch_norm"},
     "core.world.context": {"mpi", "observation"},
 }
 """Modules of the core -> what they still import of the rest. It must become empty."""

@@ -7,7 +7,7 @@ import threading
 import torch
 from torch import nn
 
-from dualdist.sync_batch_norm import layers_with
+from dualdist.core.training.parameters import layers_with
 
 
 class Derived(nn.SyncBatchNorm):

@@ -8,17 +8,66 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
-from ...comm_hooks import CommHook
 from ..agreement.call import OPTIMIZER, Kind
-from ..backends.base import Group
+from ..agreement.channel import Channel
+from ..backends.base import Backend, Group, Work
 from ..collectives.reduction import Compression, Compressor, Reduction, reduction_dtype
 from ..types import REDUCE_OP_NAMES, Average
 from ..world.process_sets import ProcessSet
-from .bucket_memory import TrackedParameter
+from .bucket_memory import Bucket, TrackedParameter
+
+# What may combine gradients instead of an allreduce: a communication hook of the user.
+
+
+class HookWork(Work):
+    """A bucket that a communication hook combines, or is going to combine."""
+
+    result: torch.Tensor | None
+    """The combined gradients, (n,), after `wait`; None if the hook has raised an error."""
+    error: Exception | None
+    """What the hook has raised."""
+
+
+class HookQueue(Protocol):
+    """Calls the hook for the buckets of one reducer, in their order, in one world."""
+
+    def send(
+        self, place: int, flat: torch.Tensor, bucket: Bucket, is_last: bool, channel: Channel, step: str
+    ) -> HookWork:
+        """Call the hook for the bucket at `place`, or queue it.
+
+        Args:
+            flat: the gradients of `bucket`, (n,).
+            is_last: whether it is the last bucket of the backward.
+            channel: reports to the other ranks, which may be waiting, that a hook has raised.
+            step: names the backward; equal on all ranks, and another one for each backward.
+        """
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait at most `seconds` for all hooks. Return whether they have ended."""
+
+    def close(self, backend: Backend) -> None:
+        """Wait for a hook that still waits for other ranks, before `backend` leaves the world. Local."""
+
+
+class CommHook(Protocol):
+    """A communication hook."""
+
+    @property
+    def name(self) -> str:
+        """Its name, which must be equal on all ranks."""
+
+    @property
+    def only_starts(self) -> bool:
+        """Whether it is known to start one collective for a bucket, and to wait for nothing."""
+
+    def queue(self) -> HookQueue:
+        """Return what calls it for the buckets of a reducer."""
+
 
 # How gradients are combined. The ranks compare these options before they send gradients.
 

@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ...comm_hooks import CommHook, HookQueue
 from ..agreement.call import DATA_PARALLEL
 from ..agreement.matching import Verdict
 from ..backends.base import Backend, Group
@@ -30,7 +29,7 @@ from ..types import Average
 from ..world.context import current
 from .arrivals import Arrivals
 from .bucket_memory import TrackedParameter, has_numbers, without_memory
-from .combiner import Combiner, SyncOptions, alive, combiners_of
+from .combiner import Combiner, CommHook, SyncOptions, alive, combiners_of
 from .reducer import Reducer
 
 _MOST_USES = 3
@@ -511,8 +510,8 @@ class ReleasedSync:
         numbers = {name: getattr(reducer, name) for name in ("_id", "_sparse", "_buckets_sent", "divisor")}
         self._packed = zlib.compress(pickle.dumps((params, layout.contributions, numbers)))
         self._hooks = reducer.hooks
-        if self._hooks.ends_within(0.0):
-            self._hooks = HookQueue()  # the other one holds what was sent last
+        if self._hooks is not None and self._hooks.ends_within(0.0):
+            self._hooks = None  # it holds what was sent last
 
     def contribute_nothing(self, group: Group, verdict: Verdict) -> None:
         """Let a Reducer do it, now and later: another rank uses it while this one has joined, or in a mismatch."""
@@ -528,7 +527,8 @@ class ReleasedSync:
         """Do nothing: this rank has no parameters to compare."""
 
     def forget_world(self, backend: Backend) -> None:
-        self._hooks.close(backend)
+        if self._hooks is not None:
+            self._hooks.close(backend)
 
 
 def _syncs() -> Iterator[GradSync]:

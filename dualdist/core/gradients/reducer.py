@@ -19,9 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...comm_hooks import CommHook, GradBucket, HookQueue, HookWork
 from ...errors import CollectiveMismatchError, HorovodInternalError
-from ...replicas import warn_of_differences
 from .. import accelerator
 from ..agreement.call import GRADIENTS, SYNCHRONIZE, Call, call_site
 from ..agreement.channel import Channel
@@ -30,6 +28,7 @@ from ..agreement.matching import Verdict
 from ..backends.base import Backend, FailedWork, Group, Work
 from ..collectives.reduction import reduction_dtype, scale_
 from ..collectives.sparse import add_sparse, sum_sparse
+from ..extensions import extension
 from ..types import Average, Sum
 from ..world.context import current
 from ..world.process_sets import channel_of
@@ -47,7 +46,7 @@ from .bucket_memory import (
     keep_freed_memory,
     lay_out,
 )
-from .combiner import SyncOptions
+from .combiner import CommHook, SyncOptions
 
 _DATA_FIRST_SECONDS = 0.05
 """How long the announcement waits for the data at most."""
@@ -131,8 +130,8 @@ class SentBucket:
     """Ends when its data has been combined."""
     combined: Callable[[float], torch.Tensor | None]
     """Called after `work`, with what a sum is multiplied by. Returns the combined gradients, None if a hook raised."""
-    hook_work: HookWork | None = None
-    """The call of the communication hook."""
+    raised: Callable[[], Exception | None] = lambda: None
+    """Called after `combined`. Returns what a communication hook has raised."""
 
 
 class Reducer:
@@ -155,7 +154,8 @@ class Reducer:
         self.options, self.member, self._pass_counts = options, member, pass_counts
         self.given: Set[int] = frozenset()
         """The parameters whose `.grad` may be memory that the script knows: it was set before the current backward."""
-        self.hooks = HookQueue()
+        self.hooks = None if options.comm_hook is None else options.comm_hook.queue()
+        """Calls the communication hook."""
         self._sparse: frozenset[int] = frozenset()
         """Parameters (by index) that have had a sparse gradient on some rank."""
         self.is_known = False
@@ -230,13 +230,14 @@ class Reducer:
         if self.is_known:
             self.enter_world(self.layout.params, options)
         # Until now, another rank may have combined gradients without a hook.
-        self.options = options
+        self.options, self.hooks = options, hook.queue()
         self.lay_out(self.layout.params)
 
     def forget_world(self, backend: Backend) -> None:
         """Forget the world that is closed; the next one may have ranks that do not know this reducer."""
-        self.hooks.close(backend)
-        self.hooks = HookQueue()
+        if self.hooks is not None and self.options.comm_hook is not None:
+            self.hooks.close(backend)
+            self.hooks = self.options.comm_hook.queue()
         self.is_known, self._buckets_sent, self._sparse, self._members = False, 0, frozenset(), []
         self.left_out = frozenset()
         self.lay_out(self.layout.params)
@@ -366,12 +367,12 @@ class Reducer:
 
     def _call_hook(self, place: int, memory: BucketMemory) -> SentBucket:
         """Have the communication hook called for a bucket."""
-        hook, buckets = self.options.comm_hook, self.layout.buckets
-        assert hook is not None
-        grad_bucket = GradBucket(place, memory.flat, buckets[place], is_last=place == len(buckets) - 1)
-        work = HookWork(hook, grad_bucket, self._channel, f"{self._id}.{self._buckets_sent - place}")
-        self.hooks.submit(work)
-        return SentBucket(memory, self._recorded(place, memory, work), lambda factor: work.result, work)
+        assert self.hooks is not None
+        bucket, is_last = self.layout.buckets[place], place == len(self.layout.buckets) - 1
+        step = f"{self._id}.{self._buckets_sent - place}"
+        work = self.hooks.send(place, memory.flat, bucket, is_last, self._channel, step)
+        recorded = self._recorded(place, memory, work)
+        return SentBucket(memory, recorded, lambda factor: work.result, lambda: work.error)
 
     @property
     def _can_set_early(self) -> bool:
@@ -510,8 +511,8 @@ class Reducer:
         if hook_error is not None:
             raise hook_error
         self.reduced = True
-        if compares:
-            warn_of_differences(self.layout.params, self.options, self._id)
+        if compares and (compare := extension("compare_start")) is not None:
+            compare(self.layout.params, self.options, self._id)
 
     def must_combine_left_out(self) -> bool:
         """Return whether the script has given numbers to a gradient in `left_out`, on some rank.
@@ -593,8 +594,7 @@ class Reducer:
                 combined = sent.combined(factor / (divided_by if memory.factor == 1.0 else 1))
                 if combined is not None:
                     memory.fill(combined)
-                if sent.hook_work is not None:
-                    error = error or sent.hook_work.error
+                error = error or sent.raised()
                 self.used.update(memory.contributed(kinds))
                 memory.set_gradients(kinds)
             else:

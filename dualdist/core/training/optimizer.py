@@ -17,8 +17,6 @@ from typing import Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ...comm_hooks import checked_comm_hook
-from ...sync_batch_norm import check_sync_batch_norms, layers_with
 from ..agreement.call import DATA_PARALLEL, OPTIMIZER, remember_call_site
 from ..checks import flag, instance, integer, is_dtensor, items, mapping, number, wrong
 from ..collectives.allreduce import grouped_allreduce_
@@ -31,6 +29,7 @@ from ..collectives.reduction import (
     reduce_op,
 )
 from ..compiling import not_compiled
+from ..extensions import needed
 from ..gradients.combiner import Combiner, SyncOptions, alive, combiners_of
 from ..gradients.grad_sync import GradSync
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Op, Sum
@@ -42,6 +41,7 @@ from ..world.process_sets import (
     global_process_set,
     reporting,
 )
+from .parameters import check_sync_batch_norms, layers_with
 
 # Adasum of optimizer steps: the ranks combine their steps, not their gradients.
 #
@@ -237,7 +237,7 @@ def DistributedOptimizer(
             )
         passes = integer("backward_passes_per_step", backward_passes_per_step, least=1)
         sparse_as_dense = flag("sparse_as_dense", sparse_as_dense)
-        hook = checked_comm_hook(comm_hook)
+        hook = None if comm_hook is None else needed("comm_hook")(comm_hook)
         if hook is not None and (op, factor, compression) != (Average, 1.0, Compression.none):
             raise ValueError(
                 "`op`, `gradient_predivide_factor` and `compression` must not be set with `comm_hook`, but are. The "

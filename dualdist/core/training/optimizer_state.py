@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
-from ...sync_batch_norm import layers_with
 from ..agreement.call import BROADCAST_OBJECT, BROADCAST_PARAMETERS
 from ..checks import instance, is_dtensor
 from ..collectives.objects import broadcast_object, if_all_succeed
@@ -27,7 +26,7 @@ from ..world.context import current
 from ..world.process_sets import global_process_set, reporting
 from ..world.ranks import rank
 from .optimizer import SynchronizedOptimizer
-from .parameters import broadcast_parameters, in_batches
+from .parameters import broadcast_parameters, in_batches, layers_with
 
 
 @not_compiled

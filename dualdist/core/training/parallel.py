@@ -19,7 +19,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.utils._pytree import tree_map_only
 
-from ...comm_hooks import checked_comm_hook
 from ..agreement.call import DATA_PARALLEL, remember_call_site
 from ..backends.torch_interface import (
     builtin_comm_hook,
@@ -33,6 +32,7 @@ from ..collectives.allreduce import allreduce
 from ..collectives.join import join, share_grad_scaler
 from ..collectives.reduction import Reduction
 from ..compiling import CAN_SPLIT_GRAPHS, not_compiled
+from ..extensions import needed
 from ..gradients.bucket_memory import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ..gradients.combiner import Combiner, SyncOptions
 from ..gradients.grad_sync import GradSync
@@ -516,9 +516,8 @@ class DistributedDataParallel(torch.nn.Module):
                 "A communication hook must not be registered with `mixed_precision`, which reduces gradients itself."
             )
         with reporting(DATA_PARALLEL, self._process_set):
-            checked = checked_comm_hook((state, hook))
-        if checked is not None:
-            self._combiner.register_comm_hook(checked)
+            checked = needed("comm_hook")((state, hook))
+        self._combiner.register_comm_hook(checked)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Combine gradients by a built-in hook of torch. Collective. Raises as `register_comm_hook`."""

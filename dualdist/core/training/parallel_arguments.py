@@ -13,16 +13,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.utils._pytree import tree_map_only
 
-from ...comm_hooks import CommHook
-from ...sync_batch_norm import SyncBatchNorm, check_sync_batch_norms, checked_device
+from ..accelerator import checked_device
 from ..agreement.call import OPTIMIZER
 from ..backends.torch_interface import DeviceMesh
 from ..checks import flag, instance, is_dtensor, items, number, wrong
 from ..collectives.reduction import Compression, Compressor
 from ..compiling import not_compiled
-from ..gradients.combiner import combiners_of
+from ..gradients.combiner import CommHook, combiners_of
 from ..world.context import current
 from ..world.process_sets import ProcessSet, checked_process_set, global_process_set
+from .parameters import check_sync_batch_norms
 
 
 def set_of_group_or_mesh(process_group: Any, device_mesh: Any) -> ProcessSet:
@@ -301,7 +301,6 @@ def logged_facts(wrapper: Any, comm_hook: CommHook | None) -> dict[str, Any]:
     """Return facts about a DistributedDataParallel by torch's names (torch/csrc/distributed/c10d/logger.cpp). Local."""
     backend, module = current().backend, wrapper.module
     params = [param for _, param in wrapper._named() if param.requires_grad]
-    batch_norms = (SyncBatchNorm, torch.nn.SyncBatchNorm)
     return {
         **({} if comm_hook is None else {"comm_hook": comm_hook.name}),
         "world_size": backend.size,
@@ -315,7 +314,7 @@ def logged_facts(wrapper: Any, comm_hook: CommHook | None) -> dict[str, Any]:
         "find_unused_parameters": int(bool(wrapper.find_unused_parameters)),
         "gradient_as_bucket_view": int(bool(wrapper.gradient_as_bucket_view)),
         "static_graph": int(bool(wrapper.static_graph)),
-        "has_sync_bn": int(any(isinstance(part, batch_norms) for part in module.modules())),
+        "has_sync_bn": int(any("SyncBatchNorm" in type(part).__name__ for part in module.modules())),
         "num_parameter_tensors": len(params),
         "total_parameter_size_bytes": sum(param.numel() * param.element_size() for param in params),
         "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
