@@ -28,8 +28,17 @@ __all__ = tuple(sorted(_HOME))
 
 extensions.register(
     {
+        "torch_backend": "dualdist.core.backends.torch:TorchBackend",
+        "local_backend": "dualdist.core.backends.local:LocalBackend",
         "comm_hook": "dualdist.comm_hooks:checked_comm_hook",
         "compare_start": "dualdist.replicas:warn_of_differences",
+        "horovod": "dualdist.horovod",
+        "horovod_backend": "dualdist.horovod.backend:HorovodBackend",
+        "mpi": "dualdist.mpi.meeting",
+        "mpi_transport": "dualdist.mpi.transport",
+        "part_of_world": "dualdist.mpi.part_of_world:part_of_world",
+        "process_manager": "dualdist.exec.export:process_managers_board",
+        "shared_memory": "dualdist.shared_memory:share_host",
     }
 )
 

@@ -1,7 +1,8 @@
 """What the rest of the package adds to the core, which names none of it.
 
-`dualdist/__init__.py` registers one function or class for each point. Its module is imported when the core first needs
-it. If that folder or file was taken off, the core does without it, or raises an ImportError that names it.
+`dualdist/__init__.py` registers a module, or a function or class in one, for each point. Its module is imported when
+the core first needs it. If that folder or file was taken off, the core does without it, or raises an ImportError that
+names it.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ from collections.abc import Mapping
 from typing import Any
 
 _added: dict[str, str] = {}
-"""Point -> "module:name"."""
+"""Point -> "module" or "module:name"."""
 
 
 def register(points: Mapping[str, str]) -> None:
-    """Let "module:name" be what the core uses at each point."""
+    """Let "module", or "module:name", be what the core uses at each point."""
     _added.update(points)
 
 
 @functools.cache
 def needed(point: str) -> Any:
     """Return what was registered at `point`. Raises ImportError if it is not there."""
-    module, name = _added[point].split(":")
-    return getattr(importlib.import_module(module), name)
+    path, _, name = _added[point].partition(":")
+    module = importlib.import_module(path)
+    return getattr(module, name) if name else module
 
 
 @functools.cache

@@ -5,78 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from ..errors import ConfigurationError
-from ..mpi import meeting as mpi
-from ..mpi.meeting import MpiBoard, ending_late_calls, limited_start
 from ..observation.usage import combined
 from .checks import configuration, flag, integer, items, number, path, text, wrong
 from .collectives.join import stand_in
 from .collectives.objects import allgather_object
-from .launch import detect
+from .extensions import extension, needed
 from .launch.environment import read_settings, without_copies
-from .meeting.addresses import find_addresses
-from .meeting.member import Meeting
-from .meeting.server import reserved_port
-from .types import NEVER_SECONDS, Launch
+from .types import NEVER_SECONDS
 from .world.context import current, is_forked, is_initialized, join_world, leave_world
 from .world.process_sets import ProcessSet, forget_world, is_communicator, register_world
-
-# `init(comm=)`: a world of some of the launched processes, as in Horovod under mpirun.
-#
-# The members meet through their own communicator. Several worlds can exist side by side, as after Split.
-
-
-@contextlib.contextmanager
-def part_of_world(comm: Any, env: Mapping[str, str], seconds: float) -> Iterator[dict[str, Any]]:
-    """Yield the fields of Launch that differ in the world of `comm`. The block joins it. Collective over `comm`.
-
-    comm: an mpi4py communicator, a list of ranks, or None for all. seconds: to wait for another member.
-    Raises ConfigurationError when this process is not in `comm`, or its members cannot meet.
-    """
-    if comm is None:
-        yield {}
-        return
-    is_list = not is_communicator(comm)
-    launch = detect(env, mpi.world_size)
-    if is_list and sorted(comm) == list(range(launch.size)):
-        yield {}
-        return
-    members = _communicator(list(comm), launch.rank, launch.size, launch.starts_mpi) if is_list else comm
-    rank, size = members.Get_rank(), members.Get_size()
-    is_whole = (rank, size) == (launch.rank, launch.size)
-    with contextlib.ExitStack() as stack:
-        with Meeting(MpiBoard(Launch("MPI", rank, size), env, members), rank, size, seconds) as meeting:
-            are_whole = meeting.gather(str(is_whole)) == [str(True)] * size
-            host = find_addresses(rank, meeting.gather, env).first
-            port = meeting.gather(str(stack.enter_context(reserved_port()) if rank == 0 else None))[0]
-        part = {"rank": rank, "size": size, "init_method": f"tcp://{host}:{port}", "is_part": True}
-        yield {} if are_whole else part
-
-
-def _communicator(ranks: Sequence[int], own: int, size: int, starts_mpi: bool) -> Any:
-    """Return the communicator of the launched processes `ranks`, in this order. Collective over them."""
-    fix = "Pass ranks of the processes that the launcher started, each once, and call init() on these alone."
-    if len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks) or not ranks:
-        raise ConfigurationError(
-            f"`comm` must name ranks below {size}, each once, but is {list(ranks)} instead. {fix}"
-        )
-    if own not in ranks:
-        raise ConfigurationError(
-            f"`comm` must name this process, rank {own} of {size}, but is {list(ranks)} instead. {fix}"
-        )
-    library = mpi.library() if starts_mpi else None
-    if library is None or library.COMM_WORLD.Get_size() != size:
-        raise ConfigurationError(
-            f"`comm` must name all {size} ranks, but is {sorted(ranks)} instead: a world of fewer ranks needs mpirun "
-            "and mpi4py. Use init(process_sets=) for collectives over some of the ranks."
-        )
-    with ending_late_calls("MPI_Comm_create_group"):
-        return library.COMM_WORLD.Create_group(library.COMM_WORLD.Get_group().Incl(ranks))
-
 
 _joining = threading.RLock()
 """Held by the thread that joins the world. Another one that calls init() meanwhile finds the world joined."""
@@ -139,7 +81,10 @@ def init(
             env["DUALDIST_STALL_TIMEOUT_SECONDS"] = str(timeout)
         settings = read_settings(env)
         seconds = settings.start_timeout_seconds
-        with limited_start(env, seconds), part_of_world(comm, env, seconds) as part:
+        with contextlib.ExitStack() as stack:
+            if (mpi := extension("mpi")) is not None:
+                stack.enter_context(mpi.limited_start(env, seconds))
+            part = {} if comm is None else stack.enter_context(needed("part_of_world")(comm, env, seconds))
             override = {"init_method": init_method, "rank": rank, "size": world_size} | part
             context = join_world(stand_in, backend, transport, override, env, settings)
         context.arguments = given | {"comm": comm, "process_sets": sets}  # lists, since iterators have ended

@@ -8,7 +8,9 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
+from ..core.extensions import extension
 from ..core.launch import is_one_host, nodes, topology
 from ..core.launch.detect import detect
 from ..core.launch.environment import (
@@ -23,12 +25,11 @@ from ..core.launch.environment import (
 )
 from ..core.meeting import find_board, no_board
 from ..core.meeting.addresses import Gather, find_addresses, interface_of, own_node
-from ..core.meeting.boards import Board
+from ..core.meeting.boards import Board, given_board
 from ..core.meeting.member import Meeting
 from ..core.meeting.server import reserved_port
 from ..core.types import Launch, World
 from ..errors import ConfigurationError
-from ..mpi import meeting as mpi
 from .pmi import PmiBoard, Pmix, connected_to, process_manager
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -54,7 +55,9 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
     """
     env = without_copies(os.environ)
     with _job(env) as (launch, find):
-        mpi.warn_of_smaller_world(launch.rank, launch.size, launch.launcher)
+        mpi = extension("mpi")
+        if mpi is not None:
+            mpi.warn_of_smaller_world(launch.rank, launch.size, launch.launcher)
         is_torchrun = RUN_ID in env and launch.sources.get("rank") == "RANK"
         # A launcher that was started since then has not set the copies.
         place = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
@@ -78,6 +81,14 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
     add_copies(variables, os.environ)
 
 
+def process_managers_board(launch: Launch, env: Mapping[str, str]) -> Board | None:
+    """Return where the ranks of `launch` meet after agreeing on an address through PMI-1 or PMIx, None without them."""
+    if not process_manager(env):
+        return None
+    export_environment()
+    return given_board(replace(launch, init_method="env://"), os.environ)
+
+
 @contextlib.contextmanager
 def _job(env: Mapping[str, str]) -> Iterator[tuple[Launch, Callable[[float], Board]]]:
     """Yield this process's place in its job, and a function that returns where the ranks meet.
@@ -95,7 +106,8 @@ def _job(env: Mapping[str, str]) -> Iterator[tuple[Launch, Callable[[float], Boa
 
         def find(seconds: float) -> Board:
             is_wanted = launch.init_method is None and launch.starts_mpi and not is_one_host(launch)
-            if kind and is_wanted and not mpi.has_started():
+            mpi = extension("mpi")
+            if kind and is_wanted and not (mpi is not None and mpi.has_started()):
                 return PmiBoard(launch, env, stack.enter_context(connected_to(kind)), seconds)
             board = find_board(launch, env, may_start_mpi=False)
             if board is None:

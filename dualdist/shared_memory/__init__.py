@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -19,6 +18,7 @@ from datetime import timedelta
 import torch
 
 from ..core.backends.base import Exchange, Group, Work, plain
+from ..core.backends.torch_groups import connected
 from ..errors import logger
 from .collectives import CollectiveQueue, CollectiveSteps, Rounds
 from .mesh import ADDRESS_BYTES, Memory, Mesh, box_bytes, make_memory
@@ -202,7 +202,6 @@ class HierarchicalGroup(HostGroup):
 # Connects the members of a host, and makes the groups that use the memory they share.
 
 _CONNECT_SECONDS = 30.0
-_NAME_BYTES = 8
 
 
 def share_host(
@@ -237,8 +236,7 @@ def share_host(
         shared = _share_memory(ranks, rank, neighbours, exchange, timeout, count, may_share)
     if shared and len(hosts) == 1:
         return [HostGroup(ranks, rank, Rounds(*one), timeout) for one in shared]
-    name = exchange(secrets.token_bytes(_NAME_BYTES))[0].hex()
-    inners = [connect(f"{name}.{number}", ranks) for number in range(count)]
+    name, inners = connected(ranks, exchange, count, connect)
     if not shared:
         return inners
     numbers = [len(members) for members in hosts.values()]

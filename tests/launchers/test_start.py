@@ -21,7 +21,7 @@ SCRIPT = """\
 import multiprocessing, os, pathlib, signal, sys
 import torch.distributed
 import dualdist as hvd
-from dualdist.core.backends import torch_groups
+from dualdist import shared_memory
 from dualdist.core.meeting.member import Meeting
 from dualdist.core.world import context
 
@@ -66,7 +66,7 @@ def join(rank, backend, address, moment, folder):
             import horovod.torch
             horovod.torch.init = stop
         elif moment == "while ranks share memory":
-            torch_groups.share_host = end
+            shared_memory.share_host = end
     if moment.startswith("while ranks connect"):
         context.Connections = connect_of(rank, pathlib.Path(folder), moment.endswith("before rank 2"))
     try:

@@ -37,13 +37,8 @@ CORE = (
 FROM_CORE = {
     "core.agreement.channel": {"devices", "observation"},
     "core.agreement.watch": {"observation"},
-    "core.backends": {"horovod"},
-    "core.backends.store": {"exec"},
-    "core.backends.torch": {"mpi"},
-    "core.backends.torch_groups": {"mpi", "shared_memory"},
-    "core.lifecycle": {"mpi", "observation"},
-    "core.meeting": {"mpi"},
-    "core.world.context": {"mpi", "observation"},
+    "core.lifecycle": {"observation"},
+    "core.world.context": {"observation"},
 }
 """Modules of the core -> what they still import of the rest. It must become empty."""
 
@@ -53,7 +48,6 @@ BETWEEN_OTHERS = {
     "compat": {"elastic", "horovod", "sync_batch_norm"},
     "doctor": {"exec", "mpi"},
     "elastic": {"checkpoint", "samplers"},
-    "exec": {"mpi"},
     "horovod": {"mpi"},
     "migrate": {"compat"},
     "native": {"horovod"},

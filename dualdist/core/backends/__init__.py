@@ -5,26 +5,21 @@ A backend is imported only when it is needed, so that commands which only start 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ...errors import BackendUnavailableError, ConfigurationError
-from ...horovod import is_imported, is_installed, real_horovod
+from ..extensions import extension, needed
 from ..types import Launch
 
 if TYPE_CHECKING:
     from .base import Backend
 
-BACKENDS = {
-    "torch": ("dualdist.core.backends.torch", "TorchBackend", "torch"),
-    "horovod": ("dualdist.horovod.backend", "HorovodBackend", "horovod"),
-    "local": ("dualdist.core.backends.local", "LocalBackend", "torch"),
-}
-"""name -> (module, class, the package that it needs)."""
+BACKENDS = {"torch": "torch", "horovod": "horovod", "local": "torch"}
+"""name -> the package that it needs."""
 
 DISTRIBUTED_BACKENDS = ("torch", "horovod")
 """The backends that can join several processes."""
@@ -90,16 +85,20 @@ def load(name: str) -> type[Backend]:
             f"`backend` must be one of {', '.join(BACKENDS)}, but is {name!r} instead. "
             "Choose one of these, or leave it out to let the launcher decide."
         )
-    module, attribute, package = BACKENDS[name]
-    with real_horovod():
-        found = importlib.util.find_spec(package)
-    if found is None:
+    package = BACKENDS[name]
+    if not _is_installed(package):
         raise BackendUnavailableError(
             f"`backend` is {name!r}, but {package} is not installed. Install it with {_INSTALL[package]}, "
             "or choose another backend."
         )
-    backend: type[Backend] = getattr(importlib.import_module(module), attribute)
-    return backend
+    return cast("type[Backend]", needed(f"{name}_backend"))
+
+
+def _is_installed(package: str) -> bool:
+    if package == "horovod":
+        horovod = extension("horovod")
+        return horovod is not None and horovod.is_installed()
+    return importlib.util.find_spec(package) is not None
 
 
 class Choice(NamedTuple):
@@ -130,14 +129,18 @@ def choose(asked: str | None, transport: str | None, launch: Launch, env: Mappin
         return choice(asked, "asked for by init(backend=)")
     if env.get("DUALDIST_BACKEND"):
         return choice(env["DUALDIST_BACKEND"], "asked for by DUALDIST_BACKEND")
-    imported = {"torch": "torch.distributed" in sys.modules, "horovod": is_imported()}
-    for name in BACKENDS:
-        if imported.get(name) and load(name).is_running():
+    horovod = extension("horovod")
+    imported = {
+        "torch": "torch.distributed" in sys.modules,
+        "horovod": horovod is not None and horovod.is_imported(),
+    }
+    for name, is_imported in imported.items():
+        if is_imported and load(name).is_running():
             return choice(name, f"{name} already runs in this process")
     if transport is None and not launch.by_launcher and launch.init_method is None:
         return choice("local", "a single process")
     # A launcher that starts MPI needs a Horovod that was built with MPI.
-    starts_horovod = launch.starts_horovod and is_installed()
+    starts_horovod = launch.starts_horovod and _is_installed("horovod")
     if starts_horovod and (not launch.starts_mpi or load("horovod").can_start(launch, env)):
         return choice("horovod", f"started by {launch.launcher} with Horovod installed")
     return choice(DEFAULT_BACKEND, f"started by {launch.launcher}")

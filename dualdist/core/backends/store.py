@@ -8,21 +8,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
 from ...errors import ConfigurationError
-from ...exec.export import export_environment
-from ...exec.pmi import process_manager
+from ..extensions import extension
 from ..meeting import find_board, no_board
 from ..meeting.addresses import Addresses, find_addresses
-from ..meeting.boards import ADVICE, Board, PublishedBoard, given_board
+from ..meeting.boards import ADVICE, Board, PublishedBoard
 from ..meeting.member import Meeting
 from ..types import Launch
 
@@ -86,9 +83,12 @@ def _launchers_board(launch: Launch, env: Mapping[str, str]) -> Board:
     board = find_board(launch, env)
     if board is not None:
         return board
-    if launch.starts_mpi and process_manager(env):
-        export_environment()
-        return given_board(replace(launch, init_method="env://"), os.environ)
+    if (
+        launch.starts_mpi
+        and (find := extension("process_manager")) is not None
+        and (board := find(launch, env))
+    ):
+        return cast(Board, board)
     how = (
         "install mpi4py (pip install mpi4py) and use a launcher that starts MPI (mpirun, or srun --mpi=pmix)"
     )

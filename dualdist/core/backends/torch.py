@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ...errors import BackendUnavailableError, ConfigurationError, logger
 from .. import accelerator
 from ..executor import Patience, in_thread, wait_for
+from ..extensions import extension, needed
 from ..launch import DeviceView, choose_devices, shared_devices
 from ..meeting.addresses import own_node
 from ..meeting.member import Meeting
@@ -169,13 +170,13 @@ class TorchBackend(Backend):
             return cls._adopt(transport, env, settings)
         if transport is not None:
             cls.check(transport, launch)
-        chosen = transport or device_transport() or ("mpi" if launch.starts_mpi else _FALLBACK)
+        mpi = "mpi" if launch.starts_mpi and extension("mpi") is not None else _FALLBACK
+        chosen = transport or device_transport() or mpi
         if chosen == "mpi":
-            from ...mpi import transport as mpi
-
+            mpi_transport = needed("mpi_transport")
             if transport is not None:
-                mpi.require(launch)
-            elif not mpi.start(launch):
+                mpi_transport.require(launch)
+            elif not mpi_transport.start(launch):
                 chosen = _FALLBACK
         views = accelerator.visible(by_uuid=needs_gpus(chosen))
         offer = Offer(own_node(), launch.local_rank, views, chosen, is_asked=transport is not None)

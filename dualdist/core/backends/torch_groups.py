@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import math
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,9 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 
-from ...shared_memory import share_host
 from .. import accelerator
 from ..executor import CHECK_SECONDS, Patience, in_thread
+from ..extensions import extension, needed
 from ..meeting.addresses import INTERFACE, check_interfaces, interface_of
 from ..process_exit import never_delete, skip_destructors_at_exit
 from .base import REDUCE_OPERATIONS, Exchange, Group, Work
@@ -266,11 +267,23 @@ class DirectGroup(TorchGroup):
 
 
 def _mpi_group(store: dist.Store, name: str, place: int, size: int, timeout: timedelta) -> Any:
-    from ...mpi import transport as mpi
-
-    return mpi.create(
+    return needed("mpi_transport").create(
         SimpleNamespace(store=store, group_id=name, timeout=timeout, group_rank=place, group_size=size)
     )
+
+
+_NAME_BYTES = 8
+
+
+def connected(
+    ranks: Sequence[int], exchange: Exchange, count: int, connect: Callable[[str, Sequence[int]], Group]
+) -> tuple[str, list[Group]]:
+    """Return a name of a new connection of `ranks`, and `count` groups over them. Collective over `ranks` alone.
+
+    exchange: of the members. connect: connect(name, ranks) returns a group over `ranks`.
+    """
+    name = exchange(secrets.token_bytes(_NAME_BYTES))[0].hex()
+    return name, [connect(f"{name}.{number}", ranks) for number in range(count)]
 
 
 # Torch's default process group, which programs that call torch.distributed find in every world.
@@ -383,17 +396,12 @@ class TorchGroups:
             made = [make(ranks) for _ in range(count)]
         elif self._rank not in ranks:
             made = [self._group(ranks, None) for _ in range(count)]
+        elif (share_host := extension("shared_memory")) is None:
+            made = connected(ranks, exchange, count, self._connect)[1]
         else:  # without torch's default group, and on one host also without connections
-            seconds = self._timeout.total_seconds()
+            place, seconds = (self._rank, self._nodes), self._timeout.total_seconds()
             made = share_host(
-                ranks,
-                self._rank,
-                self._nodes,
-                exchange,
-                seconds,
-                count,
-                self._connect,
-                may_share=self._may_share,
+                ranks, *place, exchange, seconds, count, self._connect, may_share=self._may_share
             )
         self._groups += made
         return made

@@ -1,6 +1,6 @@
 """How the ranks of a job meet before any backend runs, and who is missing. Imports no torch.
 
-A meeting has one server (server.py), in rank 0 or in the launcher. A board (boards.py, mpi.py, pmi.py) is where
+A meeting has one server (server.py), in rank 0 or in the launcher. A board (boards.py) is where
 the ranks find its address, and `find_board` chooses the board of a launcher. The store of torchrun's agent is a board,
 too: it needs torch, so it is in core/backends/store.py. Each rank connects to the server (member.py), and the ranks
 gather texts through it. While they start, the server reports a rank that ends to all others. A server in rank 0 closes
@@ -10,9 +10,10 @@ when the `init()` of rank 0 has ended.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 from ...errors import ConfigurationError
-from ...mpi import meeting as mpi
+from ..extensions import extension
 from ..launch import is_one_host
 from ..launch.environment import RENDEZVOUS
 from ..types import Launch
@@ -33,15 +34,22 @@ def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = 
     if source == "HOROVOD_RANK" and env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         address = f"{env['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
         return HttpBoard(launch, env, address)
-    # MPI takes long to start, and can start once only.
-    wants_mpi = mpi.has_started() or (may_start_mpi and not is_one_host(launch))
-    if launch.starts_mpi and wants_mpi and mpi.world_size() == launch.size:
-        return mpi.MpiBoard(launch, env)
+    if launch.starts_mpi and (mpi := extension("mpi")) is not None:
+        # MPI takes long to start, and can start once only.
+        wants_mpi = mpi.has_started() or (may_start_mpi and not is_one_host(launch))
+        if wants_mpi and mpi.world_size() == launch.size:
+            return cast(Board, mpi.MpiBoard(launch, env))
     if is_one_host(launch):
         return one_host_board(launch, env)
     if has_first_host(env):
         return slurm_board(launch.rank, env)
     return None
+
+
+def mpi_size() -> int:
+    """Return the size of MPI's world, 0 when MPI is not usable here. Starts MPI."""
+    mpi = extension("mpi")
+    return 0 if mpi is None else mpi.world_size()
 
 
 def no_board(launch: Launch, otherwise: str) -> ConfigurationError:

@@ -24,7 +24,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ...errors import NotInitializedError, WorldMismatchError, logger
-from ...mpi import meeting as mpi
 from ...observation.dump import Dump
 from ...observation.timeline import Timeline
 from ...observation.usage import write
@@ -34,8 +33,10 @@ from ..agreement.connections import Connections
 from ..agreement.watch import Contact, StallWatch
 from ..backends import choose
 from ..backends.base import Backend, Exchange, Group
+from ..extensions import extension
 from ..launch import DeviceView, choose_devices, launch_from, nodes, topology
 from ..launch.environment import add_copies, remove_copies, torchrun_variables
+from ..meeting import mpi_size
 from ..meeting.addresses import own_node
 from ..meeting.server import reserved_port
 from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective
@@ -281,7 +282,8 @@ class Context:
         self.dump = Dump(self.watch, self.settings.dump_folder, repr(ranks[0].contact))
         self._undo.callback(self.dump.close)
         self.hosts = [rank.host for rank in ranks]
-        mpi.warn_of_smaller_world(joined.rank, joined.size, launched.launcher)
+        if (mpi := extension("mpi")) is not None:
+            mpi.warn_of_smaller_world(joined.rank, joined.size, launched.launcher)
         if joined.rank == 0:
             warn_of_too_many_threads((rank.host, rank.threads) for rank in ranks)
         self.device = joined.device or self._device([rank.view for rank in ranks])
@@ -372,7 +374,7 @@ def join_world(
     global _context
     if _inherited is not None:
         return current()
-    launch = launch_from(override, env, mpi.world_size)
+    launch = launch_from(override, env, mpi_size)
     if launch.ignored:
         logger.warning(
             "%s is ignored: no launcher started this process, so it trains alone. Start it with srun, "
