@@ -1,0 +1,55 @@
+"""The core works without each other part of the package, and an error names the part that is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dualdist
+
+from ..helpers.world import ROOT
+
+PACKAGE = Path(dualdist.__file__).parent
+CORE = {"__init__", "__main__", "core", "errors"}
+NOT_YET = {"devices", "observation"}
+"""Parts that the core still needs. It must become empty."""
+PARTS = sorted(
+    {entry.stem for entry in PACKAGE.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()}
+    - CORE
+    - NOT_YET
+)
+NAMES = {
+    "checkpoint": {"checkpoint", "elastic"},
+    "comm_hooks": {"CommHookState"},
+    "elastic": {"elastic"},
+    "horovod": {"run", "spawn"},  # which they should not need
+    "lr": {"lr"},
+    "metrics": {"metrics"},
+    "processes": {"run", "spawn"},
+    "replicas": {"check_replicas"},
+    "samplers": {"DistributedSampler", "elastic", "samplers", "split_by_rank"},
+    "seeding": {"seed_everything", "seeding"},
+    "sharding": {"checkpoint", "elastic"},  # which they should not need
+    "sync_batch_norm": {"SyncBatchNorm"},
+}
+"""The public names that are missing without a part."""
+
+
+@pytest.fixture(scope="module")
+def lacking() -> dict[str, list[str] | None]:
+    """Return, for each part, the public names that are missing without it; None if training failed."""
+    command = [sys.executable, str(ROOT / "tests" / "helpers" / "taken_off.py"), *PARTS]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    sys.stderr.write(ended.stderr)
+    return dict(map(json.loads, ended.stdout.splitlines()))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_world_of_one_trains_without(part: str, lacking: dict[str, list[str] | None]) -> None:
+    names = lacking[part]
+    assert names is not None
+    assert set(names) == NAMES.get(part, set())
