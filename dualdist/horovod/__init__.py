@@ -1,4 +1,4 @@
-"""Real Horovod as a backend. Only this folder and native/ import `horovod`.
+"""Real Horovod as a backend. Only this folder imports `horovod`.
 
 This file distinguishes the installed Horovod from `dualdist.compat`, which can have the same name. No other one does.
 

@@ -115,3 +115,17 @@ def test_programs_find_torchruns_variables_in_each_world() -> None:
         with outside_world():
             assert not added & os.environ.keys()
             assert detect(os.environ) == launched
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.world_kinds("horovod-gloo", "horovod-mpi")
+@everywhere
+def test_horovods_own_optimizer_trains() -> None:
+    import horovod.torch as real
+
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = real.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
+    assert type(optimizer).__module__ == "horovod.torch.optimizer"
+    weight.mul(hvd.rank() + 1.0).sum().backward()
+    optimizer.step()
+    assert weight.item() == -(hvd.size() + 1) / 2

@@ -50,7 +50,6 @@ BETWEEN_OTHERS = {
     "elastic": {"checkpoint", "samplers"},
     "horovod": {"mpi"},
     "migrate": {"compat"},
-    "native": {"horovod"},
     "parity": {"checkpoint", "compat", "observation", "processes"},
     "processes": {"cli", "horovod"},
     "sharding": {"checkpoint"},
@@ -176,7 +175,7 @@ def test_a_module_imports_from_its_room_and_those_below() -> None:
                 from_core.setdefault(name, set()).add(room_of(other))
             elif not is_core(other) and room_of(other) != room:
                 between_others.setdefault(room, set()).add(room_of(other))
-        if room not in ("core.backends", "horovod", "mpi", "sharding", "exec", "native"):
+        if room not in ("core.backends", "horovod", "mpi", "sharding", "exec"):
             assert not starts(outside, "horovod") and not starts(outside, "torch.distributed"), name
         if room in WITHOUT_TORCH:
             assert not starts(outside, "torch"), name

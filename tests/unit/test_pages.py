@@ -98,7 +98,7 @@ def test_links_lead_to_files_and_headings_and_tests_that_are_named_exist(page: P
         assert not name or f"def {name}(" in (ROOT / path).read_text(), reference
 
 
-MODULES = "checkpoint compat.data elastic errors lr metrics native.torch samplers seeding"
+MODULES = "checkpoint compat.data elastic errors lr metrics samplers seeding"
 """Public modules below dualdist."""
 ENTRIES = [
     name
@@ -133,8 +133,7 @@ def test_each_public_name_has_one_entry_in_the_reference() -> None:
 def test_each_entry_of_the_reference_is_there_once() -> None:
     assert [name for name, count in Counter(ENTRIES).items() if count > 1] == []
     for name in ENTRIES:
-        if name != "dualdist.native.horovod":  # which needs Horovod
-            assert pkgutil.resolve_name(name) is not None, name
+        assert pkgutil.resolve_name(name) is not None, name
 
 
 def test_each_public_function_says_whether_other_ranks_take_part() -> None:
