@@ -262,6 +262,7 @@ TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::
 
 // Some of those that autocast runs in 16 bits, and one that it runs in 32.
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+    KERNEL_PRIVATEUSEONE(conv2d, lower_precision_fp)
     KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
     KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
     KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)

@@ -93,7 +93,8 @@ def weights_in_turn(**options: Any) -> tuple[list[torch.nn.Parameter], Callable[
 
     def backward() -> None:
         optimizer.zero_grad()
-        (math.prod(weights) * (hvd.rank() + 1)).backward()
+        product: Any = math.prod(weights)
+        (product * (hvd.rank() + 1)).backward()
 
     backward()  # nothing is sent before the end of the first one
     return weights, backward
