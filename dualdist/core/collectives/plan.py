@@ -23,7 +23,9 @@ from .wire import dtype_name
 
 T = TypeVar("T")
 P = ParamSpec("P")
-_ONE = torch.ones((), device="cpu")
+_empty = functools.partial(torch.empty, 0, device="cpu")
+"""Makes a tensor, which is of another class inside FakeTensorMode."""
+_FAKE = "`FakeTensorMode` must not be active in a collective, but is. Leave it."
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> Plan[T]:
             # `reporting` does the same, but this must be fast.
             try:
+                if type(_empty()) is not torch.Tensor:  # else the arguments' checks may fail in another way
+                    raise ValueError(_FAKE)
                 return make(*args, **kwargs)
             except Exception as error:
                 report(kind, kwargs["process_set"], error)
@@ -100,7 +104,8 @@ def make_call(kind: Kind, name: str | None, count: int = 0, payload: bytes = b""
     """Return the Call of `kind` by the user's line; `arguments` must be equal on all members."""
     if name is not None:
         name = str.__str__(text("name", name, "Pass a string or None."))  # of no class of the user
-    check_mode()
+    if type(_empty()) is not torch.Tensor:  # its result would be lost
+        raise ValueError(_FAKE)
     return Call(kind, tuple(arguments.items()), name, call_site(), count, payload=payload)
 
 
@@ -111,14 +116,6 @@ def root_of(plan: Plan[Any]) -> int:
 
 
 # The arguments of collectives: checks on this rank, and descriptions that must be equal on all ranks.
-
-
-def check_mode() -> None:
-    """Raise ValueError inside FakeTensorMode, where results would be lost."""
-    try:
-        _ONE.item()  # fails in a mode without numbers, and takes no longer than reading a flag
-    except (AssertionError, RuntimeError):
-        raise ValueError("`FakeTensorMode` must not be active in a collective, but is. Leave it.") from None
 
 
 def check_tensor(tensor: Any, what: str = "tensor") -> None:
@@ -154,7 +151,6 @@ def check_tensor(tensor: Any, what: str = "tensor") -> None:
             f"`{what}` must have memory, but has none, as inside torch.func.grad, vmap, jvp, functionalize or "
             "FakeTensorMode. Call the collective outside of the transformed function."
         )
-    check_mode()
     if unpack_dual(tensor).tangent is not None:
         raise ValueError(
             f"`{what}` must have no tangent of torch's forward-mode AD, which collectives do not support, but has one. "
