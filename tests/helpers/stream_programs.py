@@ -112,7 +112,8 @@ class _Program:
             self.put(result)
         else:
             rows = min(len(whole), COUNT)
-            self.put(whole.view(-1, rows).sum(0).repeat(COUNT // rows).remainder_(MODULUS))
+            summed = whole[: len(whole) // rows * rows].view(-1, rows).sum(0)
+            self.put(summed.repeat(-(-COUNT // rows))[:COUNT].remainder_(MODULUS))
 
     def make(self) -> None:
         numbers = torch.arange(COUNT, dtype=torch.float64, device=self.device)
