@@ -114,7 +114,7 @@ def worlds_of(file: str, fitting: Sequence[str], suite: Suite) -> list[str]:
     fitting: the worlds with the kinds and numbers of ranks that the test is about.
     """
     usual = WORLDS_BY_SUBJECT[_SUBJECTS.get(file, "the backends")][suite]
-    if file in _ON_DEVICES:
+    if file in _ON_DEVICES and suite is not Suite.FIRST:
         usual += DEVICES[suite]
     chosen = [world for world in fitting if world in usual]
     for world in fitting:

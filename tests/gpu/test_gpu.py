@@ -24,7 +24,7 @@ from ..parity.rounding import bounds, expected
 from ..parity.test_training import check
 from .device import DEVICE, KIND, needs_device, on_gpus
 
-pytestmark = needs_device
+pytestmark = [*needs_device, pytest.mark.only_ci]
 
 
 def on_rank(name: str, style: str, dtype: torch.dtype, transport: str) -> Outcome:

@@ -33,7 +33,7 @@ from ..helpers.requirements import need, need_programs
 from ..helpers.world import World
 from .device import DEVICE, needs_device, on_gpus, sleep
 
-pytestmark = needs_device
+pytestmark = [*needs_device, pytest.mark.only_ci]
 
 HOWS = ("plain", "ddp", "module", "optimizer")
 STYLES = ("module", "optimizer")
