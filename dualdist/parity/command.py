@@ -15,6 +15,7 @@ within --timeout: then the error has the line in which each rank was.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -45,6 +46,7 @@ _PACKAGE = Path(__file__).parents[1]
 _CELL = re.compile(r"(\w+)\+(\w+)(?:@(\w+))?(?: ?x([0-9]+))?", re.ASCII)
 _LEFT, _RIGHT = "torch+gloo@torchrun", "horovod+gloo@horovodrun"
 _TAIL = 25  # lines of a failed cell's output to show
+_STACKS_SIGNAL = signal.SIGRTMIN + 5  # what the ranks of a cell that hangs answer with their stacks
 _STACKS_SECONDS = 5.0  # how long to wait for what the ranks of a cell that hangs write
 
 
@@ -189,7 +191,7 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str], timeout: float | No
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dualdist-parity-") as folder:
         recorder = ["dualdist.parity.recorder", folder, str(steps), str(cell.size), cell.backend]
-        recorder += ["" if timeout is None else str(time.time() + timeout), "--"]
+        recorder += [str(int(_STACKS_SIGNAL)), "--"]
         packages = Path(folder) / "packages"  # only this one: another Python has a torch of its own
         packages.mkdir()
         (packages / _PACKAGE.name).symlink_to(_PACKAGE)
@@ -225,18 +227,22 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str], timeout: float | No
 
 
 def _where(folder: Path, size: int) -> list[str]:
-    """Return in which line each rank was at the deadline."""
+    """Return in which line each rank is now."""
     from ..observation.dump import threads_in  # imports torch
 
-    deadline, places = time.monotonic() + _STACKS_SECONDS, dict[str, str]()
-    while len(places) < size and time.monotonic() < deadline:
-        for file in folder.glob("stacks-*"):
+    files = {int(file.name.split("-")[1]): file for file in folder.glob("stacks-*")}
+    for file in files.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(file.name.split("-")[2]), _STACKS_SIGNAL)
+    deadline, places = time.monotonic() + _STACKS_SECONDS, dict[int, str]()
+    while len(places) < len(files) and time.monotonic() < deadline:
+        for rank, file in files.items():
             for _, line, stack in threads_in(file.read_text()):
-                if any(place[0].endswith("parity/recorder.py") for place in stack):
-                    places[file.name] = shown_place(line)
+                if line is not None and any(place[0].endswith("parity/recorder.py") for place in stack):
+                    places[rank] = shown_place(line)
         time.sleep(0.02)  # no event tells that a process has written its file
     absent = "it has not begun the script, has ended, or is stopped"
-    return [f"rank {rank}: {places.get(f'stacks-{rank}', absent)}" for rank in range(size)]
+    return [f"rank {rank}: {places.get(rank, absent)}" for rank in range(size)]
 
 
 def _report(left: Record, right: Record, result: Comparison, tolerance: float) -> Iterator[str]:

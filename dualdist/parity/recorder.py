@@ -358,11 +358,10 @@ def _hook(recorder: Recorder, modules: Iterable[Any]) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Run the script; see the module's docstring."""
-    folder, steps, size, backend, deadline, _, *command = argv
+    folder, steps, size, backend, stacks_signal, _, *command = argv
     recorder = Recorder(Path(folder), int(steps), detect(os.environ).rank, int(size))
-    if deadline:
-        stacks = (recorder.folder / f"stacks-{recorder.rank}").open("w")
-        faulthandler.dump_traceback_later(max(0.1, float(deadline) - time.time()), file=stacks)
+    stacks = (recorder.folder / f"stacks-{recorder.rank}-{os.getpid()}").open("w")
+    faulthandler.register(int(stacks_signal), file=stacks)
     try:
         if backend not in HOROVOD_BACKENDS:
             install()  # a script of Horovod runs on dualdist

@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,7 +18,7 @@ from dualdist.cli import main
 
 from ..helpers import parity_script
 from ..helpers.at_once import started_at_once
-from ..helpers.forks import BIN, DUALDIST, forked, use_forks
+from ..helpers.forks import BIN, forked, use_forks
 from ..helpers.parity_script import FAULTY_STEP
 from ..helpers.process_watch import Watched
 from ..helpers.requirements import need_modules
@@ -214,11 +213,9 @@ def test_what_cannot_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 HANGS = """\
-import os, sys, threading
+import os, threading
 import dualdist as hvd
 hvd.init()
-if len(sys.argv) > 1:
-    sys.exit()
 open(f"process-{os.getpid()}", "w")
 
 def load_batch():
@@ -228,26 +225,41 @@ if hvd.rank() == 1:
     load_batch()
 hvd.barrier()
 """
-Hung = tuple[Path, str, Ended]
+WHEN_BOTH_HANG = """\
+import subprocess, sys, time
+from pathlib import Path
+from dualdist.cli import main
+from dualdist.processes import agent_connection
+
+def wait_from_then(process, timeout=None, wait=subprocess.Popen.wait):
+    while timeout is not None and process.poll() is None and len(list(Path().glob("process-*"))) < 2:
+        time.sleep(0.05)
+    return wait(process, timeout)
+
+subprocess.Popen.wait = wait_from_then
+sys.executable = sys.argv.pop(1)
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command `dualdist`, whose timeout begins when both ranks have written their files."""
+TIMEOUT = 2
 
 
 @pytest.fixture(scope="module")
-def of_hanging_cells(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[Hung]]]:
-    """The folder, the timeout and the result of `dualdist parity`, by cell."""
+def of_hanging_cells(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[tuple[Path, Ended]]]]:
+    """The folder and the result of `dualdist parity`, by cell."""
     use_forks(True)  # also with --all: they take less time than new interpreters
 
-    def ended(hanging: str, folder: Path) -> Hung:
+    def ended(hanging: str, folder: Path) -> tuple[Path, Ended]:
         (folder / "script.py").write_text(HANGS)
         (folder / "horovodrun").write_text(
             f'#!/bin/sh\nexec {shlex.join(forked([f"{BIN}/horovodrun"]))} "$@"\n'
         )
         (folder / "horovodrun").chmod(0o755)
         path = {"PATH": os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])}
-        script, command = f"{folder}/script.py", (*DUALDIST, "parity", "--left", hanging)
-        began = time.monotonic()
-        finish((*command, script, "ends"), path, folder=folder)
-        timeout = f"{2 * (time.monotonic() - began):.0f}"  # the ranks must get to their lines on a busy machine, too
-        return folder, timeout, finish((*command, "--timeout", timeout, script), path, folder=folder)
+        command = (sys.executable, "-c", WHEN_BOTH_HANG, sys.executable, "parity", "--left", hanging)
+        return folder, finish(
+            (*command, "--timeout", str(TIMEOUT), f"{folder}/script.py"), path, folder=folder
+        )
 
     with started_at_once(request, "hanging", ended, 4) as futures:
         yield futures
@@ -258,17 +270,17 @@ def of_hanging_cells(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Fu
     "hanging", [TORCHRUN, "horovod+gloo@horovodrun", "torch+mpi@mpirun", "torch+gloo@run"]
 )
 def test_a_cell_that_hangs_is_ended_and_the_line_of_each_rank_shown(
-    hanging: str, of_hanging_cells: Mapping[str, Future[Hung]]
+    hanging: str, of_hanging_cells: Mapping[str, Future[tuple[Path, Ended]]]
 ) -> None:
     need_modules(
         *(module for word, module in {"+mpi": "mpi4py", "horovod": "horovod"}.items() if word in hanging)
     )
-    folder, timeout, ended = of_hanging_cells[hanging].result()
+    folder, ended = of_hanging_cells[hanging].result()
     assert ended.code == 2, ended.output
     assert ended.output.splitlines()[1:] == [
-        f"dualdist parity: {hanging} must end within {timeout} s (--timeout), but did not:",
-        f"  rank 0: in <module> at {folder}/script.py:13: hvd.barrier()",
-        f"  rank 1: in load_batch at {folder}/script.py:9: threading.Event().wait()",
+        f"dualdist parity: {hanging} must end within {TIMEOUT} s (--timeout), but did not:",
+        f"  rank 0: in <module> at {folder}/script.py:11: hvd.barrier()",
+        f"  rank 1: in load_batch at {folder}/script.py:7: threading.Event().wait()",
     ]
     processes = [int(file.name.partition("-")[2]) for file in folder.glob("process-*")]
     assert len(processes) == 2 and Watched(processes).left() == []
