@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 import torch
 
 from .core import types
-from .core.agreement.call import ALLGATHER_OBJECT
 from .core.checks import converted, instance, integer, items, mapping, number
 from .core.collectives.allgather import allgather, grouped_allgather
 from .core.collectives.allreduce import allreduce, grouped_allreduce
-from .core.collectives.objects import on_all_ranks
+from .core.collectives.objects import ALLGATHER_OBJECT, on_all_ranks
 from .core.collectives.plan import check_rows, check_tensor
 from .core.world.process_sets import (
     ProcessSetLike,

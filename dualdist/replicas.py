@@ -12,10 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from .core.agreement.call import ALLGATHER_OBJECT
 from .core.checks import flag, integer, is_dtensor, shown_ranks, wrong
 from .core.collectives.allreduce import allreduce_
-from .core.collectives.objects import allgather_object
+from .core.collectives.objects import ALLGATHER_OBJECT, allgather_object
 from .core.compiling import not_compiled
 from .core.gradients.bucket_memory import TrackedParameter, as_real
 from .core.gradients.combiner import SyncOptions

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from .core.accelerator import checked_device, has_streams
-from .core.agreement.call import SYNC_BATCH_NORM
+from .core.agreement.call import Kind
 from .core.agreement.matching import Verdict, payload_capacity
 from .core.backends.base import Group
 from .core.checks import flag, instance, integer, number, wrong
@@ -32,6 +32,8 @@ from .core.world.process_sets import (
     global_process_set,
     reporting,
 )
+
+SYNC_BATCH_NORM = Kind("SyncBatchNorm", "ALLGATHER", in_step=True)
 
 # Each rank sends one small row of numbers, in forward and in backward. On the CPU it travels with the agreement, in one
 # exchange. On a device a regular step has no agreement for it.

@@ -22,11 +22,10 @@ from typing import Any, cast
 
 import torch
 
-from ..core.agreement.call import ALLGATHER_OBJECT, ALLREDUCE, GATHER_OBJECT
 from ..core.checks import flag, integer, items, number, wrong
 from ..core.checks import path as checked_path
-from ..core.collectives.allreduce import allreduce
-from ..core.collectives.objects import on_all_ranks
+from ..core.collectives.allreduce import ALLREDUCE, allreduce
+from ..core.collectives.objects import ALLGATHER_OBJECT, GATHER_OBJECT, on_all_ranks
 from ..core.process_exit import at_exit
 from ..core.types import Max
 from ..core.world.process_sets import reporting

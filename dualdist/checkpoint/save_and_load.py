@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from ..core.agreement.call import ALLGATHER_OBJECT
 from ..core.checks import converted, flag, instance, integer, is_dtensor, mapping, text, text_of
 from ..core.checks import path as checked_path
 from ..core.collectives.broadcast import broadcast_
 from ..core.collectives.join import barrier
 from ..core.collectives.objects import (
+    ALLGATHER_OBJECT,
     allgather_object,
     attempted,
     gather_object,

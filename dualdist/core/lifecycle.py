@@ -12,7 +12,6 @@ from typing import Any
 from ..errors import ConfigurationError
 from ..observation.usage import combined
 from .checks import configuration, flag, integer, items, number, path, text, wrong
-from .collectives.join import stand_in
 from .collectives.objects import allgather_object
 from .extensions import extension, needed
 from .launch.environment import read_settings, without_copies
@@ -86,7 +85,7 @@ def init(
                 stack.enter_context(mpi.limited_start(env, seconds))
             part = {} if comm is None else stack.enter_context(needed("part_of_world")(comm, env, seconds))
             override = {"init_method": init_method, "rank": rank, "size": world_size} | part
-            context = join_world(stand_in, backend, transport, override, env, settings)
+            context = join_world(backend, transport, override, env, settings)
         context.arguments = given | {"comm": comm, "process_sets": sets}  # lists, since iterators have ended
         try:
             register_world(sets, comm)

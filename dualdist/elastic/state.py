@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..checkpoint.for_elastic import is_collective, is_per_rank, is_stateful
 from ..core import accelerator, checks
-from ..core.agreement.call import BROADCAST_OBJECT
 from ..core.checks import flag, instance, integer, mapping
-from ..core.collectives.objects import broadcast_object, if_all_succeed
+from ..core.collectives.objects import BROADCAST_OBJECT, broadcast_object, if_all_succeed
 from ..core.training.optimizer_state import broadcast_optimizer_state, load_optimizer_state
 from ..core.training.parameters import broadcast_parameters, is_extra_state
 from ..core.world.process_sets import reporting

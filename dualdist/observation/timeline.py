@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from ..core.agreement.call import GRADIENTS, Call, Data
+from ..core.agreement.call import Call, Data
 from ..core.backends.base import Backend, Work
 from ..errors import ConfigurationError, logger
 
@@ -282,7 +282,7 @@ def _event_name(call: Call) -> str:
 
 
 def _track_name(call: Call) -> str:
-    if call.kind == GRADIENTS:
+    if call.kind.data is Data.BEFORE:  # gradients
         return f"allreduce.gradients.{dict(call.arguments)['grad_sync']}"
     return f"{call.kind}.{call.name or 'noname'}"
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
 from typing import Any
 
-from dualdist.core.agreement import call as kinds
+import dualdist
 from dualdist.core.agreement.call import Call, Kind
+from dualdist.core.agreement.channel import JOIN
 from dualdist.core.agreement.matching import (
     ACTIVE,
     FAILED,
@@ -17,12 +20,17 @@ from dualdist.core.agreement.matching import (
     match,
     payload_capacity,
 )
+from dualdist.core.collectives.allgather import ALLGATHER
+from dualdist.core.collectives.allreduce import ALLREDUCE
+from dualdist.core.collectives.broadcast import BROADCAST
+from dualdist.core.collectives.join import BARRIER
+from dualdist.core.gradients.reducer import GRADIENTS
 
 RANKS = (0, 2, 5)
 
 
 def call(
-    kind: Kind = kinds.ALLREDUCE, name: str | None = None, line: int = 1, count: int = 0, **arguments: Any
+    kind: Kind = ALLREDUCE, name: str | None = None, line: int = 1, count: int = 0, **arguments: Any
 ) -> Call:
     return Call(kind, tuple(arguments.items()), name, ("train.py", line), count)
 
@@ -43,7 +51,7 @@ def failed(line: int, *later: Call, blocked: bool = False) -> Standing:
     return Standing(entries, frozenset([len(later)] if blocked else []), blocked)
 
 
-JOIN = Standing((PendingCall(JOINED, call(kinds.JOIN, line=9)),), frozenset([0]), blocked=True)
+HAS_JOINED = Standing((PendingCall(JOINED, call(JOIN, line=9)),), frozenset([0]), blocked=True)
 
 
 def found(*standings: Standing) -> Match:
@@ -64,7 +72,7 @@ def errors(*standings: Standing) -> list[str]:
 
 def test_equal_calls_run_with_every_count() -> None:
     step = only(*(made(call(count=number, line=number)) for number in (3, 1, 2)))
-    assert step.verdict.call is not None and step.verdict.call.kind == kinds.ALLREDUCE
+    assert step.verdict.call is not None and step.verdict.call.kind == ALLREDUCE
     assert step.verdict.counts == (3, 1, 2)
     assert not step.verdict.joined and not step.verdict.raising and step.entries == (0, 0, 0)
 
@@ -77,7 +85,7 @@ def test_calls_with_names_match_in_any_order_and_run_in_that_of_the_first_member
 
 
 def test_calls_without_a_name_match_by_their_order_within_a_kind() -> None:
-    reduce, gather = call(shape=2), call(kinds.ALLGATHER)
+    reduce, gather = call(shape=2), call(ALLGATHER)
     other = call(shape=3)
     steps = found(made(reduce, other, gather), made(gather, reduce, other), made(reduce, gather)).outcomes
     assert [(step.verdict.call, step.entries) for step in steps] == [(reduce, (0, 1, 0)), (gather, (2, 0, 1))]
@@ -126,7 +134,7 @@ def test_a_long_list_of_pending_calls_is_cut() -> None:
 
 def test_the_first_difference_is_named() -> None:
     for one, other, difference in (
-        (call(kinds.ALLREDUCE), call(kinds.BROADCAST), "collectives"),
+        (call(ALLREDUCE), call(BROADCAST), "collectives"),
         (call(shape=1, op="Sum"), call(shape=1, op="Max"), "op"),
         (call(name="a"), call(name="b"), "name"),
         (call(factor=1), call(factor=1.5), "factor"),
@@ -135,7 +143,7 @@ def test_the_first_difference_is_named() -> None:
 
 
 def test_the_active_members_run_their_call_while_others_have_joined() -> None:
-    matched = found(JOIN, made(call(count=4)), JOIN)
+    matched = found(HAS_JOINED, made(call(count=4)), HAS_JOINED)
     (step,) = matched.outcomes
     assert step.verdict.call is not None and step.verdict.joined == matched.joined == {0, 2}
     assert not step.verdict.raising and step.entries == (None, 0, None) and not matched.is_over
@@ -143,31 +151,31 @@ def test_the_active_members_run_their_call_while_others_have_joined() -> None:
 
 def test_a_member_that_joined_after_an_asynchronous_call_still_takes_part_in_it() -> None:
     a, b = call(name="a"), call(name="b")
-    joined = Standing((*made(a).entries, *JOIN.entries), frozenset([1]), blocked=True)
+    joined = Standing((*made(a).entries, *HAS_JOINED.entries), frozenset([1]), blocked=True)
     steps = found(joined, made(b, a)).outcomes
     assert [(step.verdict.call, step.entries, sorted(step.verdict.joined)) for step in steps] == [
         (b, (None, 0), [0]),
         (a, (0, 1), []),
     ]
-    matched = found(joined, JOIN)
+    matched = found(joined, HAS_JOINED)
     assert [(step.verdict.call, step.entries) for step in matched.outcomes] == [(a, (0, None))]
     assert matched.is_over
 
 
 def test_calls_that_cannot_run_with_joined_members_raise_on_the_active_ones() -> None:
-    verdict = only(made(call(kinds.BROADCAST)), JOIN, JOIN).verdict
+    verdict = only(made(call(BROADCAST)), HAS_JOINED, HAS_JOINED).verdict
     assert verdict.call is None and verdict.raising == {0}
     assert verdict.error is not None and "not supported with Join" in verdict.error
     assert "ranks 2, 5 have joined" in verdict.error
 
 
 def test_a_mismatch_raises_on_the_active_members_alone() -> None:
-    matched = found(JOIN, waits(call(kinds.ALLREDUCE)), waits(call(kinds.BARRIER)))
+    matched = found(HAS_JOINED, waits(call(ALLREDUCE)), waits(call(BARRIER)))
     assert [step.verdict.raising for step in matched.outcomes] == [{1}, {2}] and matched.joined == {0}
 
 
 def test_when_all_have_joined_there_is_nothing_to_run() -> None:
-    assert found(JOIN, JOIN, JOIN) == Match((), frozenset({0, 1, 2}), is_over=True)
+    assert found(HAS_JOINED, HAS_JOINED, HAS_JOINED) == Match((), frozenset({0, 1, 2}), is_over=True)
 
 
 def test_a_failed_call_raises_on_the_members_at_the_same_line_alone() -> None:
@@ -175,7 +183,7 @@ def test_a_failed_call_raises_on_the_members_at_the_same_line_alone() -> None:
     assert step.verdict.call is None and step.verdict.raising == {1} and step.entries == (0, 0, None)
     assert step.verdict.error is not None
     assert "rank 0 failed in allreduce() at train.py:1: `splits` must fit" in step.verdict.error
-    step = only(failed(1), waits(call(line=2)), JOIN)
+    step = only(failed(1), waits(call(line=2)), HAS_JOINED)
     assert step.verdict.call is None and not step.verdict.raising and step.entries == (0, None, None)
 
 
@@ -196,14 +204,14 @@ def test_a_failed_call_waits_for_a_member_whose_call_just_ends() -> None:
 
 
 def test_gradients_already_sent_are_received_in_spite_of_a_mismatch() -> None:
-    gradients = call(kinds.GRADIENTS, grad_sync=0)
-    matched = found(waits(gradients), waits(call(kinds.BARRIER)), waits(gradients))
+    gradients = call(GRADIENTS, grad_sync=0)
+    matched = found(waits(gradients), waits(call(BARRIER)), waits(gradients))
     assert [step.verdict.raising for step in matched.outcomes] == [{0}, {1}, {2}]
     assert matched.drained == (gradients,)
 
 
 def test_crossed_gradients_raise_and_are_both_received() -> None:
-    gradients = [call(kinds.GRADIENTS, grad_sync=number) for number in (0, 1)]
+    gradients = [call(GRADIENTS, grad_sync=number) for number in (0, 1)]
     matched = found(*map(waits, gradients))
     assert [step.verdict.raising for step in matched.outcomes] == [{0, 1}]
     assert matched.drained == tuple(gradients)
@@ -215,6 +223,10 @@ def test_payloads_of_all_members_together_stay_small() -> None:
         assert payload_capacity(size) * size <= 64 << 10
 
 
-def test_each_kind_has_a_name_of_its_own() -> None:
-    rows = [row for row in vars(kinds).values() if isinstance(row, Kind)]
-    assert len({row.name for row in rows}) == len(rows)
+def test_each_kind_has_a_name_of_its_own_and_can_be_sent() -> None:
+    for name in dualdist.__all__:
+        getattr(dualdist, name)  # imports it
+    modules = [module for name, module in sys.modules.items() if name.startswith("dualdist.")]
+    kinds = {id(row): row for module in modules for row in vars(module).values() if isinstance(row, Kind)}
+    assert len({kind.name for kind in kinds.values()}) == len(kinds) > 20
+    assert all(pickle.loads(pickle.dumps(kind)) == kind for kind in kinds.values())

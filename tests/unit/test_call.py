@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dualdist.core.agreement.call import BROADCAST_PARAMETERS, Call
+from dualdist.core.agreement.call import Call
+from dualdist.core.training.parameters import BROADCAST_PARAMETERS
 
 
 def make_call(num_parameters: int) -> Call:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from dualdist.cli import main
-from dualdist.core.agreement.call import BARRIER, Call
+from dualdist.core.agreement.call import Call
 from dualdist.core.agreement.watch import GAVE_UP, StallWatch
+from dualdist.core.collectives.join import BARRIER
 from dualdist.core.types import Settings
 from dualdist.observation import dump as dump_module
 from dualdist.observation.dump import Dump

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 from dualdist.core import accelerator
-from dualdist.core.agreement.call import ALLREDUCE, Call
+from dualdist.core.agreement.call import Call
 from dualdist.core.agreement.guard import Guard
 from dualdist.core.backends import torch_groups
 from dualdist.core.backends.torch_groups import TorchGroup
 from dualdist.core.backends.torch_interface import error_handling, transport_timeout
+from dualdist.core.collectives.allreduce import ALLREDUCE
 from dualdist.core.collectives.join import _device_of
 from dualdist.core.types import Sum
 from dualdist.errors import HorovodInternalError, StallError

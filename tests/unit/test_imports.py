@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -182,6 +183,14 @@ def test_a_module_imports_from_its_room_and_those_below() -> None:
         if room == "elastic":
             assert {other for other in inside if starts({other}, "checkpoint")} <= {"checkpoint.for_elastic"}
     assert from_core == FROM_CORE and between_others == BETWEEN_OTHERS
+
+
+def test_a_kind_of_calls_is_defined_where_they_are_made() -> None:
+    for name, path in MODULES.items():
+        nodes = [node for node in parsed(path) if isinstance(node, ast.Name)]
+        read = {node.id for node in nodes if isinstance(node.ctx, ast.Load)}
+        rows = re.findall(r"^(\w+) = Kind\(", path.read_text(), re.MULTILINE)
+        assert read.issuperset(rows), name
 
 
 def test_no_module_imports_itself_through_others() -> None:

@@ -13,18 +13,20 @@ from unittest import mock
 
 import pytest
 
-from dualdist.core.agreement import call as kinds
 from dualdist.core.agreement import watch as watch_module
 from dualdist.core.agreement.call import Call
 from dualdist.core.agreement.guard import Guard
 from dualdist.core.agreement.watch import StallWatch, WatchedChannel
+from dualdist.core.collectives import join
+from dualdist.core.collectives.allreduce import ALLREDUCE
+from dualdist.core.gradients.combiner import OPTIMIZER
 from dualdist.core.types import Settings
 from dualdist.errors import StallError
 
 from ..helpers.collected_warnings import warned
 
-LOSS = Call(kinds.ALLREDUCE, name="loss", site=("train.py", 7))
-BARRIER = Call(kinds.BARRIER, site=("train.py", 9))
+LOSS = Call(ALLREDUCE, name="loss", site=("train.py", 7))
+BARRIER = Call(join.BARRIER, site=("train.py", 9))
 TEXT = "allreduce(name='loss') at train.py:7"
 SIZE = 5
 
@@ -177,7 +179,7 @@ def test_a_rank_whose_call_was_interrupted_also_in_another_channel_is_missing(ra
 
 
 def test_long_calls_are_shortened(ranks: Sequence[Rank]) -> None:
-    call = Call(kinds.OPTIMIZER, (("parameters", "x" * 10_000),))
+    call = Call(OPTIMIZER, (("parameters", "x" * 10_000),))
     text = str(begin(ranks[1:2], call).survey())
     assert "...) at ?:0" in text and len(text) < 1000
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from dualdist.cli import main
-from dualdist.core.agreement.call import BARRIER, Call, Record
+from dualdist.core.agreement.call import Call, Record
+from dualdist.core.collectives.join import BARRIER
 from dualdist.observation.usage import KINDS, Report, Usage, combined, lines
 
 from ..helpers.requirements import need_modules

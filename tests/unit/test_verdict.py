@@ -6,9 +6,11 @@ import time
 
 import pytest
 
-from dualdist.core.agreement.call import ALLREDUCE, JOIN, Call
+from dualdist.core.agreement.call import Call
+from dualdist.core.agreement.channel import JOIN
 from dualdist.core.agreement.connections import Connections, _Peer
 from dualdist.core.agreement.matching import ACTIVE, FAILED, JOINED, PendingCall, Verdict, agree
+from dualdist.core.collectives.allreduce import ALLREDUCE
 from dualdist.errors import HorovodInternalError
 
 from .test_connections import each_of

@@ -6,11 +6,14 @@ import functools
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from ..backends.base import Group
 
 # The line of the user's code that makes a call.
 
@@ -70,7 +73,7 @@ def is_internal(file: str) -> bool:
     return is_library or os.path.realpath(file).startswith(_OURS)  # `dualdist parity` runs through a link
 
 
-# The kinds of calls: one row per kind, with what the agreement, the timeline and ranks in `join` need to know.
+# The kinds of calls. Who makes a call defines its kind, a constant.
 
 
 class Data(Enum):
@@ -84,17 +87,8 @@ class Data(Enum):
     """Before the agreement, over `Channel.gradients`. Every member must receive it, even if the calls differ."""
 
 
-class WhenJoined(Enum):
-    """What a rank that has joined does while the other ranks run a call; core/collectives/join.py does it."""
-
-    UNSUPPORTED = "unsupported"
-    """It cannot take part: the call raises HorovodInternalError on the other ranks."""
-    NOTHING = "nothing"
-    """Nothing: the call has no data."""
-    REDUCTION = "reduction"
-    """It contributes values that do not change the result of the reduction."""
-    GRADIENTS = "gradients"
-    """It contributes zeros to each bucket of gradients."""
+def no_data(call: Call, group: Group, verdict: Any) -> None:
+    """Do nothing: a kind of calls with this `stand_in` needs only the agreement."""
 
 
 @dataclass(frozen=True)
@@ -106,44 +100,14 @@ class Kind:
     event: str
     """Its name on the timeline, as Horovod writes it (horovod/common/timeline.cc)."""
     data: Data = Data.AFTER
-    when_joined: WhenJoined = WhenJoined.UNSUPPORTED
+    stand_in: Callable[[Call, Group, Any], None] | None = None
+    """What a rank that has called `join` runs with a Verdict while the others run a call: a function of a module, since
+    calls are pickled. None: it cannot take part, so that the call raises HorovodInternalError on the others."""
     in_step: bool = False
     """Whether training steps make it, always synchronously. If members make different ones, their steps differ."""
 
     def __str__(self) -> str:
         return self.name
-
-
-ALLREDUCE = Kind("allreduce", "ALLREDUCE", when_joined=WhenJoined.REDUCTION)
-GROUPED_ALLREDUCE = Kind("grouped_allreduce", "ALLREDUCE", when_joined=WhenJoined.REDUCTION)
-ALLGATHER = Kind("allgather", "ALLGATHER")
-GROUPED_ALLGATHER = Kind("grouped_allgather", "ALLGATHER")
-ALLGATHER_OBJECT = Kind("allgather_object", "ALLGATHER")
-BROADCAST = Kind("broadcast", "BROADCAST")
-BROADCAST_OBJECT = Kind("broadcast_object", "BROADCAST")
-BROADCAST_PARAMETERS = Kind("broadcast_parameters", "BROADCAST")
-ALLTOALL = Kind("alltoall", "ALLTOALL")
-REDUCESCATTER = Kind("reducescatter", "REDUCESCATTER")
-GROUPED_REDUCESCATTER = Kind("grouped_reducescatter", "REDUCESCATTER")
-REDUCE = Kind("reduce", "REDUCE")
-GATHER = Kind("gather", "GATHER")
-GATHER_OBJECT = Kind("gather_object", "GATHER")
-SCATTER = Kind("scatter", "SCATTER")
-SCATTER_OBJECT = Kind("scatter_object", "SCATTER")
-SYNC_BATCH_NORM = Kind("SyncBatchNorm", "ALLGATHER", in_step=True)
-
-BARRIER = Kind("barrier", "BARRIER", Data.NONE, WhenJoined.NOTHING)
-JOIN = Kind("join", "JOIN", Data.NONE)
-ADD_PROCESS_SET = Kind("add_process_set", "ADD_PROCESS_SET", Data.NONE)
-DEVICE_MESH = Kind("device_mesh", "DEVICE_MESH", Data.NONE)
-REMOVE_PROCESS_SET = Kind("remove_process_set", "REMOVE_PROCESS_SET", Data.NONE)
-
-# The first two compare the layout of the gradients when a wrapper is made. GRADIENTS ends each backward pass.
-# SYNCHRONIZE asks in step() whether some rank has set a gradient that no backward has reached.
-OPTIMIZER = Kind("DistributedOptimizer", "DISTRIBUTEDOPTIMIZER", Data.NONE)
-DATA_PARALLEL = Kind("DistributedDataParallel", "DISTRIBUTEDDATAPARALLEL", Data.NONE)
-GRADIENTS = Kind("gradient synchronization", "ALLREDUCE", Data.BEFORE, WhenJoined.GRADIENTS, in_step=True)
-SYNCHRONIZE = Kind("synchronize", "SYNCHRONIZE", Data.NONE, WhenJoined.NOTHING, in_step=True)
 
 
 LONGEST_TEXT = 400
@@ -178,6 +142,11 @@ class Call:
     def key(self) -> tuple[str, str | None]:
         """Return what matches this call with those of the other members: kind and name."""
         return self.kind.name, self.name
+
+    def stand_in(self, group: Group, verdict: Any) -> None:
+        """Take part on a rank that has called `join`."""
+        assert self.kind.stand_in is not None
+        self.kind.stand_in(self, group, verdict)
 
     def __str__(self) -> str:
         shown = [f"{key}={value}" for key, value in self.arguments]

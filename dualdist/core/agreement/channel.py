@@ -33,7 +33,7 @@ from ...observation.usage import reduced_bytes
 from .. import accelerator
 from ..backends.base import Group
 from ..checks import add_note, text_of
-from .call import JOIN, Call, Data, Kind, Record, WhenJoined, call_site
+from .call import Call, Data, Kind, Record, call_site, no_data
 from .connections import Connections
 from .guard import Guard, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
 from .matching import ACTIVE, FAILED, JOINED, Execute, Match, PendingCall, Standing, Verdict, agree, match
@@ -41,9 +41,7 @@ from .watch import StallWatch
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-StandIn = Callable[[Call, Group, Verdict], None]
-"""What a rank that has called `join` runs when the other ranks call a collective."""
+JOIN = Kind("join", "JOIN", Data.NONE)
 
 _WAIT_SECONDS = 0.5
 """How long a thread waits at a time. A signal may not interrupt a wait: its handler then runs after it."""
@@ -170,7 +168,6 @@ class Channel:
         gradients: Group,
         watch: StallWatch,
         timeline: Timeline,
-        stand_in: StandIn,
         abort: Callable[[Channel], None],
         make_ahead: Callable[[], Group] | None = None,
     ) -> None:
@@ -183,7 +180,6 @@ class Channel:
         self._name = name
         self._connections = connections
         self._timeline = timeline
-        self._stand_in = stand_in
         self._running = threading.Lock()
         """Held by the thread that runs calls."""
         self._own: Request[Any] | None = None
@@ -460,7 +456,7 @@ class Channel:
         own = {request.call.identity for request in requests}
         for call in found.drained:
             if call.identity not in own:
-                self._stand_in(call, self.group, Verdict(None, found.joined))
+                call.stand_in(self.group, Verdict(None, found.joined))
 
     def _end_matched(self, requests: list[Request[Any]], found: Match, oldest: Request[Any]) -> None:
         """End the calls about which the members have agreed. requests: this rank's."""
@@ -478,9 +474,7 @@ class Channel:
                     mark_arrivals(verdict.arrivals)
             if request is None:
                 if verdict.call is not None:  # this rank has joined
-                    self._execute_matched(
-                        verdict.call, functools.partial(self._stand_in, verdict.call), verdict
-                    )
+                    self._execute_matched(verdict.call, verdict.call.stand_in, verdict)
                 continue
             if self.group.rank in verdict.raising:
                 error = CollectiveMismatchError(verdict.error)
@@ -504,4 +498,4 @@ def _communicates(call: Call, verdict: Verdict) -> bool:
     """Return whether the members communicate in `call` after they have agreed on it."""
     if call.kind.data is Data.AFTER and any(verdict.payloads):
         return False
-    return call.kind.when_joined is not WhenJoined.NOTHING  # of a barrier
+    return call.kind.stand_in is not no_data  # of a barrier

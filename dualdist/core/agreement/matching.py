@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 
 from ..backends.base import Group
 from ..checks import shown_ranks
-from .call import Call, Data, WhenJoined
+from .call import Call, Data
 from .connections import Connections
 
 # How the members of a process set agree when all of them make the same call, which must be fast.
@@ -362,7 +362,7 @@ def _judge(entries: Mapping[int, PendingCall], ranks: Sequence[int]) -> Verdict:
     if any(call.identity != first.identity for call in calls.values()):
         text = calls_differ({ranks[place]: call for place, call in calls.items()})
         return Verdict(None, joined, error=text, raising=everyone, steps_differ=first.kind.in_step)
-    if joined and first.kind.when_joined is WhenJoined.UNSUPPORTED:
+    if joined and first.kind.stand_in is None:
         members = ", ".join(str(ranks[place]) for place in sorted(joined))
         text = (
             f"{first} at {first.where} is not supported with Join at this time: ranks {members} have joined."

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..agreement.call import ALLGATHER, GROUPED_ALLGATHER
+from ..agreement.call import Kind
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
@@ -17,6 +17,9 @@ from .allreduce import Allreduce, plan_allreduce
 from .plan import Plan, check_tensors, make_call, planned
 from .reduction import Reduction
 from .wire import allgather_rows, dtype_name
+
+ALLGATHER = Kind("allgather", "ALLGATHER")
+GROUPED_ALLGATHER = Kind("grouped_allgather", "ALLGATHER")
 
 
 @planned(ALLGATHER)

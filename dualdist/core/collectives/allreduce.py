@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from ..agreement.call import ALLREDUCE, GROUPED_ALLREDUCE, warn_deprecated
+from ..agreement.call import Kind, warn_deprecated
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import wrong
 from ..compiling import not_compiled
 from ..types import Adasum, Average, Max, Min, Op, Product, Sum
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
+from .join import contribute_neutral
 from .plan import Plan, check_tensors, make_call, planned
 from .reduction import (
     Compression,
@@ -26,6 +27,8 @@ from .reduction import (
 )
 
 Tensors = tuple[torch.Tensor, ...]
+ALLREDUCE = Kind("allreduce", "ALLREDUCE", stand_in=contribute_neutral)
+GROUPED_ALLREDUCE = Kind("grouped_allreduce", "ALLREDUCE", stand_in=contribute_neutral)
 
 
 @planned(ALLREDUCE)

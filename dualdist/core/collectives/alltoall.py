@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from ..agreement.call import ALLTOALL
+from ..agreement.call import Kind
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .plan import Plan, check_rows, check_splits, describe_rows, make_call, planned
 from .wire import alltoall_rows
+
+ALLTOALL = Kind("alltoall", "ALLTOALL")
 
 
 @planned(ALLTOALL)

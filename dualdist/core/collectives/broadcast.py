@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..agreement.call import BROADCAST
+from ..agreement.call import Kind
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
@@ -17,6 +17,8 @@ from .allreduce import Allreduce, plan_allreduce
 from .plan import Plan, channel_and_root, check_tensor, make_call, planned, root_of
 from .reduction import Reduction, bytes_of
 from .wire import broadcast_into, dtype_name, from_bytes
+
+BROADCAST = Kind("broadcast", "BROADCAST")
 
 # Broadcasts of few bytes: the root sends them with the agreement, so that no second exchange is needed.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..agreement.call import GATHER, SCATTER
+from ..agreement.call import Kind
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
@@ -24,6 +24,9 @@ from .plan import (
     root_of,
 )
 from .wire import alltoall_rows, gather_rows
+
+GATHER = Kind("gather", "GATHER")
+SCATTER = Kind("scatter", "SCATTER")
 
 
 @planned(GATHER)

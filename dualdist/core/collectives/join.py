@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import torch
 
-from ..agreement.call import BARRIER, Call, WhenJoined
+from ..agreement.call import Call, Data, Kind, no_data
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import integer
@@ -16,6 +17,11 @@ from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .objects import broadcast_object
 from .plan import Plan, make_call, planned
 from .reduction import Reduction, reduce_tensors
+
+BARRIER = Kind("barrier", "BARRIER", Data.NONE, no_data)
+
+after_join: list[Callable[[], None]] = []
+"""Called on every rank when all have joined."""
 
 
 @not_compiled
@@ -41,8 +47,8 @@ def join(device: int = -1) -> int:
     number = integer("device", device, least=-1, fix="Pass the number of a GPU, or -1.")
     current().join_device_index = None if number < 0 else number
     last = channel_of(global_process_set).join()
-    for sync in current().grad_syncs[global_process_set.process_set_id]:
-        sync.compare_start()
+    for function in after_join:
+        function()
     share_grad_scaler(last, global_process_set)
     return last
 
@@ -78,18 +84,13 @@ def _plan_barrier(*, process_set: ProcessSetLike) -> Plan[None]:
     return Plan(process_set, channel_of(process_set), make_call(BARRIER, None), lambda group, verdict: None)
 
 
-def stand_in(call: Call, group: Group, verdict: Verdict) -> None:
-    """Take part in `call` of the other ranks, because this rank has called `join`."""
+def contribute_neutral(call: Call, group: Group, verdict: Verdict) -> None:
+    """Contribute values that do not change the result of an allreduce, because this rank has called `join`."""
     arguments = dict(call.arguments)
-    if call.kind.when_joined is WhenJoined.REDUCTION:
-        device = _device_of(arguments["device"])
-        shapes = zip(arguments["shapes"], arguments["dtypes"], strict=True)
-        tensors = [torch.empty(shape, dtype=getattr(torch, name), device=device) for shape, name in shapes]
-        reduce_tensors(group, tensors, Reduction.of(call), contributes=False)
-    elif call.kind.when_joined is WhenJoined.GRADIENTS:
-        current().grad_syncs[arguments["process_set"]][arguments["grad_sync"]].contribute_nothing(
-            group, verdict
-        )
+    device = _device_of(arguments["device"])
+    shapes = zip(arguments["shapes"], arguments["dtypes"], strict=True)
+    tensors = [torch.empty(shape, dtype=getattr(torch, name), device=device) for shape, name in shapes]
+    reduce_tensors(group, tensors, Reduction.of(call), contributes=False)
 
 
 def _device_of(kind: str) -> torch.device:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...errors import HorovodInternalError
-from ..agreement.call import ALLGATHER_OBJECT, BROADCAST_OBJECT, GATHER_OBJECT, SCATTER_OBJECT
+from ..agreement.call import Kind
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import add_note, items, text_of
@@ -32,6 +32,10 @@ from .wire import allgather_rows, alltoall_rows, gather_rows
 # exception, it must not look like a failure of the collective.
 
 T = TypeVar("T")
+ALLGATHER_OBJECT = Kind("allgather_object", "ALLGATHER")
+BROADCAST_OBJECT = Kind("broadcast_object", "BROADCAST")
+GATHER_OBJECT = Kind("gather_object", "GATHER")
+SCATTER_OBJECT = Kind("scatter_object", "SCATTER")
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..agreement.call import REDUCE
+from ..agreement.call import Kind
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
@@ -15,6 +15,8 @@ from ..world.process_sets import ProcessSetLike, channel_of, global_process_set,
 from .broadcast import Broadcast, plan_broadcast
 from .plan import Plan, channel_and_root, check_tensor, make_call, root_of
 from .reduction import Reduction, reduce_tensors, scale_
+
+REDUCE = Kind("reduce", "REDUCE")
 
 
 @not_compiled

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import HorovodInternalError
-from ..agreement.call import GROUPED_REDUCESCATTER, REDUCESCATTER
+from ..agreement.call import Kind
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
@@ -18,6 +18,9 @@ from .allgather import Allgather, plan_allgather
 from .allreduce import Tensors
 from .plan import Plan, check_rows, check_tensors, make_call, planned
 from .reduction import Compression, Compressor, Reduction, check_reducible, compressed, reduce_tensors, scale_
+
+REDUCESCATTER = Kind("reducescatter", "REDUCESCATTER")
+GROUPED_REDUCESCATTER = Kind("grouped_reducescatter", "REDUCESCATTER")
 
 
 @planned(REDUCESCATTER)

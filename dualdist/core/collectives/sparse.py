@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from ..agreement.call import GROUPED_ALLGATHER
 from ..backends.base import Group
 from ..checks import wrong
 from ..compiling import not_compiled
 from ..types import REDUCE_OP_NAMES, Average, Op, Sum
 from ..world.process_sets import ProcessSetLike, global_process_set, reporting
-from .allgather import plan_allgather
+from .allgather import GROUPED_ALLGATHER, plan_allgather
 from .handles import synchronize
 from .reduction import reduce_op
 from .wire import allgather_rows

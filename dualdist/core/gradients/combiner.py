@@ -12,13 +12,16 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from ..agreement.call import OPTIMIZER, Kind
+from ..agreement.call import Data, Kind
 from ..agreement.channel import Channel
 from ..backends.base import Backend, Group, Work
 from ..collectives.reduction import Compression, Compressor, Reduction, reduction_dtype
 from ..types import REDUCE_OP_NAMES, Average
 from ..world.process_sets import ProcessSet
 from .bucket_memory import Bucket, TrackedParameter
+
+OPTIMIZER = Kind("DistributedOptimizer", "DISTRIBUTEDOPTIMIZER", Data.NONE)
+"""Compares the layout of the gradients when an optimizer is wrapped."""
 
 # What may combine gradients instead of an allreduce: a communication hook of the user.
 

@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ..agreement.call import DATA_PARALLEL
 from ..agreement.matching import Verdict
 from ..backends.base import Backend, Group
 from ..compiling import not_compiled
@@ -29,8 +28,8 @@ from ..types import Average
 from ..world.context import current
 from .arrivals import Arrivals
 from .bucket_memory import TrackedParameter, has_numbers, without_memory
-from .combiner import Combiner, CommHook, SyncOptions, alive, combiners_of
-from .reducer import Reducer
+from .combiner import OPTIMIZER, Combiner, CommHook, SyncOptions, alive, combiners_of
+from .reducer import Reducer, members_of
 
 _MOST_USES = 3
 """How many references C++ has to a parameter at the end of backward, if torch's DDP has none: of the object in Python,
@@ -68,7 +67,7 @@ class GradSync(Combiner):
         """Of each parameter, see Reducer. It stays the same list, which Reducer and Arrivals have as well."""
         self._reducer = Reducer(options, self, self._pass_counts)
         # A module leaves gradients alone that the script has set; an optimizer combines them before a step.
-        self._reducer.reduced = options.kind is DATA_PARALLEL
+        self._reducer.reduced = options.kind is not OPTIMIZER
         self._averages = options.reduction.op == Average
         self._params: list[TrackedParameter] = []
         self._tensors: list[torch.Tensor] = []
@@ -520,7 +519,7 @@ class ReleasedSync:
         vars(reducer).update(numbers, is_known=True)
         reducer.lay_out([TrackedParameter(name, without_memory(*placement)) for name, *placement in params])
         reducer.layout.contributions = contributions
-        current().grad_syncs[self._options.process_set.process_set_id][numbers["_id"]] = reducer
+        members_of(self._options.process_set)[numbers["_id"]] = reducer
         reducer.contribute_nothing(group, verdict)
 
     def compare_start(self) -> None:

@@ -12,7 +12,9 @@ longer. On a GPU nothing waits: `Work.wait` orders streams, and the host reads n
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -21,17 +23,18 @@ import torch
 
 from ...errors import CollectiveMismatchError, HorovodInternalError
 from .. import accelerator
-from ..agreement.call import GRADIENTS, SYNCHRONIZE, Call, call_site
+from ..agreement.call import Call, Data, Kind, call_site, no_data
 from ..agreement.channel import Channel
 from ..agreement.guard import OutOfStepError, in_turn
 from ..agreement.matching import Verdict
 from ..backends.base import Backend, FailedWork, Group, Work
+from ..collectives.join import after_join
 from ..collectives.reduction import reduction_dtype, scale_
 from ..collectives.sparse import add_sparse, sum_sparse
 from ..extensions import extension
 from ..types import Average, Sum
 from ..world.context import current
-from ..world.process_sets import channel_of
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .arrivals import ArrivalOrder
 from .bucket_memory import (
     FINAL,
@@ -50,6 +53,42 @@ from .combiner import CommHook, SyncOptions
 
 _DATA_FIRST_SECONDS = 0.05
 """How long the announcement waits for the data at most."""
+
+# What combines gradients in the joined world. A rank that has called `join` finds there what must take part.
+
+_members: dict[int | None, list[Any]] = defaultdict(list)
+"""The `member` of each Reducer of a process set, by its ID. Their order is the same on all ranks."""
+
+
+def members_of(process_set: ProcessSet) -> list[Any]:
+    """Return those of the joined world, to be changed. They are forgotten when this rank leaves the world."""
+    if not _members:
+        current().at_leave.callback(_forget_world, current().backend)
+    return _members[process_set.process_set_id]
+
+
+def _forget_world(backend: Backend) -> None:
+    with contextlib.ExitStack() as stack:  # which calls all, even if one raises
+        for member in [member for known in _members.values() for member in known]:
+            stack.callback(member.forget_world, backend)
+        _members.clear()
+
+
+@after_join.append
+def _compare_starts() -> None:
+    for member in _members.get(global_process_set.process_set_id, ()):
+        member.compare_start()
+
+
+def _contribute_nothing(call: Call, group: Group, verdict: Verdict) -> None:
+    arguments = dict(call.arguments)
+    _members[arguments["process_set"]][arguments["grad_sync"]].contribute_nothing(group, verdict)
+
+
+# GRADIENTS ends each backward pass. SYNCHRONIZE asks in step() whether some rank has set a gradient that no backward
+# has reached.
+GRADIENTS = Kind("gradient synchronization", "ALLREDUCE", Data.BEFORE, _contribute_nothing, in_step=True)
+SYNCHRONIZE = Kind("synchronize", "SYNCHRONIZE", Data.NONE, no_data, in_step=True)
 
 
 class Layout:
@@ -163,7 +202,7 @@ class Reducer:
         self._id = -1
         """Its ID in the process set, equal on all ranks."""
         self._members: list[Any] = []
-        """All `member`s of the process set, by ID."""
+        """What `members_of` returns, by ID."""
         self._buckets_sent = 0
         """Since `enter_world`. It names the step to communication hooks."""
         self.reduced = False
@@ -197,7 +236,7 @@ class Reducer:
         call = Call(options.kind, (*options.describe(params), start), site=call_site())
         self._channel.run(call, lambda group, verdict: self._connect(params, options))
         if not self.is_known:
-            self._members = current().grad_syncs[options.process_set.process_set_id]
+            self._members = members_of(options.process_set)
             self._id = len(self._members)
             self._members.append(self.member)
             self.is_known = True

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..agreement.call import DATA_PARALLEL, OPTIMIZER, remember_call_site
+from ..agreement.call import remember_call_site
 from ..checks import flag, instance, integer, is_dtensor, items, mapping, number, wrong
 from ..collectives.allreduce import grouped_allreduce_
 from ..collectives.reduction import (
@@ -30,7 +30,7 @@ from ..collectives.reduction import (
 )
 from ..compiling import not_compiled
 from ..extensions import needed
-from ..gradients.combiner import Combiner, SyncOptions, alive, combiners_of
+from ..gradients.combiner import OPTIMIZER, Combiner, SyncOptions, alive, combiners_of
 from ..gradients.grad_sync import GradSync
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Op, Sum
 from ..world.process_sets import (
@@ -392,11 +392,12 @@ def _check_model(params: Sequence[torch.Tensor]) -> None:
             "`optimizer` must have plain parameters, but has those of a FullyShardedDataParallel, of which each rank "
             "has another part. Use it without a wrapper: the model exchanges gradients itself."
         )
-    if any(other.kind is DATA_PARALLEL for other in combiners_of(params)):
-        raise TypeError(
-            f"`optimizer` must not have parameters of a {DATA_PARALLEL}, but does. Use either style, not "
-            "both for one model."
-        )
+    for other in combiners_of(params):
+        if other.kind is not OPTIMIZER:
+            raise TypeError(
+                f"`optimizer` must not have parameters of a {other.kind}, but does. Use either style, not both for one "
+                "model."
+            )
     check_sync_batch_norms(layers_with(params, torch.nn.SyncBatchNorm))
 
 

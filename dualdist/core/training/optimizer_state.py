@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
-from ..agreement.call import BROADCAST_OBJECT, BROADCAST_PARAMETERS
 from ..checks import instance, is_dtensor
-from ..collectives.objects import broadcast_object, if_all_succeed
+from ..collectives.objects import BROADCAST_OBJECT, broadcast_object, if_all_succeed
 from ..collectives.plan import channel_and_root
 from ..compiling import not_compiled
 from ..world.context import current
 from ..world.process_sets import global_process_set, reporting
 from ..world.ranks import rank
 from .optimizer import SynchronizedOptimizer
-from .parameters import broadcast_parameters, in_batches, layers_with
+from .parameters import BROADCAST_PARAMETERS, broadcast_parameters, in_batches, layers_with
 
 
 @not_compiled

@@ -19,7 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.utils._pytree import tree_map_only
 
-from ..agreement.call import DATA_PARALLEL, remember_call_site
+from ..agreement.call import Data, Kind, remember_call_site
 from ..backends.torch_interface import (
     builtin_comm_hook,
     join_hook,
@@ -54,6 +54,9 @@ from .parallel_arguments import (
     set_of_group_or_mesh,
 )
 from .parameters import WrappedState, broadcast_parameters, with_prefix
+
+DATA_PARALLEL = Kind("DistributedDataParallel", "DISTRIBUTEDDATAPARALLEL", Data.NONE)
+"""Compares the layout of the gradients when a module is wrapped."""
 
 
 class DistributedDataParallel(torch.nn.Module):

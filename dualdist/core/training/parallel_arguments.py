@@ -14,12 +14,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.utils._pytree import tree_map_only
 
 from ..accelerator import checked_device
-from ..agreement.call import OPTIMIZER
 from ..backends.torch_interface import DeviceMesh
 from ..checks import flag, instance, is_dtensor, items, number, wrong
 from ..collectives.reduction import Compression, Compressor
 from ..compiling import not_compiled
-from ..gradients.combiner import CommHook, combiners_of
+from ..gradients.combiner import OPTIMIZER, CommHook, combiners_of
 from ..world.context import current
 from ..world.process_sets import ProcessSet, checked_process_set, global_process_set
 from .parameters import check_sync_batch_norms

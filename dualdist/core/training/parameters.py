@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ..agreement.call import BROADCAST_PARAMETERS
+from ..agreement.call import Kind
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..backends.torch_interface import world_group
@@ -30,6 +30,7 @@ _BATCH_BYTES = 128 << 20
 """About how many bytes are sent together, and therefore how much memory copies and packed tensors may take."""
 
 T = TypeVar("T")
+BROADCAST_PARAMETERS = Kind("broadcast_parameters", "BROADCAST")
 
 Parameters = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 

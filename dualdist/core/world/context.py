@@ -15,7 +15,7 @@ import hashlib
 import os
 import pickle
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -28,7 +28,7 @@ from ...observation.dump import Dump
 from ...observation.timeline import Timeline
 from ...observation.usage import write
 from .. import accelerator, process_exit
-from ..agreement.channel import Channel, StandIn
+from ..agreement.channel import Channel
 from ..agreement.connections import Connections
 from ..agreement.watch import Contact, StallWatch
 from ..backends import choose
@@ -129,7 +129,7 @@ class Context:
     opens_process_group: ClassVar[bool] = True
     """Whether programs find torch's default process group. Not after dualdist.compat's `init`, as with Horovod."""
 
-    def __init__(self, backend: Backend, launch: Launch, settings: Settings, stand_in: StandIn) -> None:
+    def __init__(self, backend: Backend, launch: Launch, settings: Settings) -> None:
         self.backend = backend
         self.launch = launch
         self.settings = settings
@@ -143,8 +143,6 @@ class Context:
         """The channel of each process set, by its ID."""
         self.process_sets: dict[int, Any] = {}
         """The registered ProcessSet objects, by their ID. See process_sets.py."""
-        self.grad_syncs: dict[int | None, list[Any]] = defaultdict(list)
-        """The GradSync objects (gradients/) of each process set, by its ID. Their order is the same on all members."""
         self.device = torch.device("cpu")
         """The accelerator of this process, chosen when the ranks have met; the CPU if it sees none."""
         self.hosts: Sequence[str] = ()
@@ -152,8 +150,9 @@ class Context:
         self.join_device_index: int | None = None
         """The number of the device that the user has passed to `join`."""
         self.timeline = Timeline(backend)
-        self._stand_in = stand_in
         self._next_set = 0
+        self.at_leave = contextlib.ExitStack()
+        """What others undo before the channels are closed."""
         self._undo = contextlib.ExitStack()
         """What `close` undoes."""
         self.watch = StallWatch(backend.rank, backend.size, backend.address, settings)
@@ -213,7 +212,6 @@ class Context:
             gradients,
             self.watch,
             self.timeline,
-            self._stand_in,
             functools.partial(_abort, self.channels, backend),  # not a method: without `self`, no cycle
             make_ahead,
         )
@@ -246,8 +244,7 @@ class Context:
             stack.callback(self._abort_unfinished)
             for channel in self.channels.values():
                 stack.callback(channel.leave)
-            for sync in [sync for known in self.grad_syncs.values() for sync in known]:
-                stack.callback(sync.forget_world, self.backend)
+            stack.callback(self.at_leave.close)
             stack.callback(self.watch.close)
 
     def abandon(self) -> None:
@@ -358,7 +355,6 @@ def _why_outside() -> str:
 
 
 def join_world(
-    stand_in: StandIn,
     backend: str | None,
     transport: str | None,
     override: Mapping[str, Any],
@@ -383,7 +379,7 @@ def join_world(
         )
     chosen = choose(backend, transport, launch, env)
     started = chosen.backend.start(launch, settings, env, chosen.transport)
-    _context = Context(started, launch, settings, stand_in)
+    _context = Context(started, launch, settings)
     process_exit.world_has_failed = False
     atexit.register(leave_world)  # torch 2.13 aborts if a gloo group still exists when Python ends
     if started.rank == 0:

@@ -10,13 +10,17 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from ..agreement.call import ADD_PROCESS_SET, DEVICE_MESH, REMOVE_PROCESS_SET, Call, Kind, call_site
+from ..agreement.call import Call, Data, Kind, call_site
 from ..agreement.channel import Channel
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..backends.torch_interface import DeviceMesh, TorchRanks, new_mesh, ranks_of_torch_group, world_group
 from ..checks import instance, integer, items, text
 from .context import current, current_or_inherited, is_initialized
+
+ADD_PROCESS_SET = Kind("add_process_set", "ADD_PROCESS_SET", Data.NONE)
+REMOVE_PROCESS_SET = Kind("remove_process_set", "REMOVE_PROCESS_SET", Data.NONE)
+DEVICE_MESH = Kind("device_mesh", "DEVICE_MESH", Data.NONE)
 
 
 class ProcessSet:
