@@ -102,11 +102,10 @@ class _Lifeline:
         context = current()
         backend = context.backend
         self._connections = Connections(
-            backend.store,
+            backend.listener,
             f"lifeline-{next(_lifelines)}",
             range(backend.size),
             backend.rank,
-            backend.address,
             context.settings.stall_timeout_seconds,
         )
 

@@ -260,7 +260,8 @@ class HorovodBackend(Backend):
                 shared = limited(lambda: self._open_store(env), self.rank, self._timeout)
             else:
                 shared = rendezvous.shared
-            self.store, self.address = shared.store, shared.addresses.own
+            self.store, self.address, self.listener = shared.store, shared.addresses.own, shared.listener
+            self._on_shutdown.callback(shared.listener.close)
             self._nodes = shared.addresses.nodes
         # For the default group, and those that programs make.
         self._on_shutdown.enter_context(temporary_environment(gloo_interface(self.address, os.environ)))
@@ -324,6 +325,7 @@ class HorovodBackend(Backend):
                 undo.callback(meeting.close, started=False)
                 # After an error it stays open: Horovod may still wait, and aborts a process that gets no answer.
                 rendezvous = serve_rendezvous(meeting, launch, env, settings)
+                undo.callback(rendezvous.shared.listener.close)
                 variables |= rendezvous.variables
             elif transport != "mpi" and _has_launchers_server(env):
                 cls._launchers_server_used = True
@@ -503,6 +505,7 @@ class HorovodBackend(Backend):
             self._rendezvous.close()
 
     def abandon(self) -> None:
+        super().abandon()
         forget_shutdown()  # it waits for a thread that only the parent has
 
     def transport_of(self, device: str) -> str:

@@ -75,8 +75,9 @@ def _meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> 
     rank, size = world.Get_rank(), world.Get_size()
     board, seconds = mpi.MpiBoard(Launch("MPI", rank, size), os.environ), timeout.total_seconds()
     with Meeting(board, rank, size, seconds) as meeting:
-        store = open_store(meeting, os.environ, seconds).store
-    yield store, rank, size
+        shared = open_store(meeting, os.environ, seconds)
+        shared.listener.close()
+    yield shared.store, rank, size
     raise RuntimeError("A process can join MPI's world only once.")
 
 

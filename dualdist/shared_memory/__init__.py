@@ -10,6 +10,7 @@ host, their order and their thread. Here are the Groups, with the reductions ove
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,9 +20,10 @@ import torch
 
 from ..core.backends.base import Exchange, Group, Work, plain
 from ..core.backends.torch_groups import connected
-from ..errors import logger
+from ..core.meeting.links import Address, Listener
+from ..errors import HorovodInternalError, logger
 from .collectives import CollectiveQueue, CollectiveSteps, Rounds
-from .mesh import ADDRESS_BYTES, Memory, Mesh, box_bytes, make_memory
+from .mesh import Memory, Mesh, box_bytes, make_memory
 
 # Allreduce of members on several hosts: in shared memory within a host, over the network between hosts.
 #
@@ -272,29 +274,32 @@ def _share_memory(
     meshes: list[Mesh] = []
     memories: list[Memory] = []
     descriptors: list[int] = []
-    problem = None
-    no_addresses = addresses = bytes(count * ADDRESS_BYTES)
+    problem: Exception | None = None
     with contextlib.ExitStack() as stack:
+        own = b""
         try:
-            for _ in range(count if may_share else 0):
-                meshes.append(Mesh(neighbours, place, min(timeout, _CONNECT_SECONDS)))
-                if place == 0:
+            if may_share:
+                listener = stack.enter_context(contextlib.closing(Listener()))
+                for _ in range(count if place == 0 else 0):
                     descriptors.append(make_memory(size))
                     stack.callback(os.close, descriptors[-1])
-            addresses = b"".join(mesh.address for mesh in meshes) or no_addresses
+                own = json.dumps(listener.address).encode()
         except OSError as error:
             problem = error
-        answers = exchange(addresses)
-        if no_addresses not in answers:
+        answers = exchange(own)
+        if b"" not in answers:
             try:
-                for number, mesh in enumerate(meshes):
-                    at = slice(number * ADDRESS_BYTES, (number + 1) * ADDRESS_BYTES)
+                addresses = [Address(*json.loads(answers[ranks.index(one)])) for one in neighbours]
+                seconds = min(timeout, _CONNECT_SECONDS)
+                for number in range(count):
+                    meshes.append(Mesh(neighbours, rank))
+                    meshes[-1].connect(listener, addresses, f"{number}", seconds)
                     made = descriptors[number] if place == 0 else None
-                    descriptor = mesh.connect([answers[ranks.index(one)][at] for one in neighbours], made)
+                    descriptor = meshes[-1].pass_on(made, seconds)
                     if made is None:
                         stack.callback(os.close, descriptor)
                     memories.append(Memory(descriptor, place, size))
-            except OSError as error:
+            except (OSError, HorovodInternalError) as error:
                 problem = error
     have_failed = b"\0" in exchange(bytes([len(memories) == count]))
     if not have_failed:

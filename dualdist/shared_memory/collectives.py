@@ -43,7 +43,7 @@ class Rounds:
 
     def __init__(self, mesh: Mesh, memory: Memory) -> None:
         self.mesh, self.memory = mesh, memory
-        self._place, self._size = mesh.place, mesh.size
+        self._place, self._size = mesh.rank, mesh.size
         self._num_owners = mesh.size
         """How many members reduce a share of a larger tensor: the first ones."""
         self._turn = 0

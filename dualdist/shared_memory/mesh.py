@@ -8,23 +8,18 @@ which costs no CPU time on a host with more processes than cores. The kernel clo
 from __future__ import annotations
 
 import bisect
-import contextlib
 import ctypes
 import math
 import mmap
 import os
-import secrets
-import select
 import socket
-import struct
-import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from ..core.meeting.server import own_peer, unix_listener
+from ..core.meeting.links import Links
 from ..errors import HorovodInternalError
 
 # The shared memory: anonymous (memfd), so that it ends with the last process that uses it, even if all are killed.
@@ -130,97 +125,51 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-ADDRESS_BYTES = 16
-_HELLO = struct.Struct("<i")
-"""The first message on a connection: the caller's place."""
+class Mesh(Links):
+    """The links of one member, by which members wait for each other."""
 
+    _is_closed = False
 
-class Mesh:
-    """The sockets of one member. Places are indices in the group."""
+    def pass_on(self, descriptor: int | None, seconds: float) -> int:
+        """Return the descriptor of the memory. Collective. Raises OSError.
 
-    def __init__(self, ranks: Sequence[int], place: int, timeout: float) -> None:
-        """Listen. Local. ranks: of all members, for errors. timeout: of `connect`, in seconds."""
-        self.place, self.size = place, len(ranks)
-        self._ranks, self._timeout = ranks, timeout
-        self._steps = [1 << bit for bit in range((self.size - 1).bit_length())]
-        self._peers: dict[int, socket.socket] = {}
-        self._is_closed = False
-        self.address = secrets.token_bytes(ADDRESS_BYTES)
-        """Where this member listens: a random name in Linux's abstract namespace, which leaves no file."""
-        self._server = unix_listener(_name(self.address))
-
-    def connect(self, addresses: list[bytes], descriptor: int | None) -> int:
-        """Connect to the other members and return the descriptor of the memory. Collective.
-
-        descriptor: that of place 0, which passes it on in a tree; None on the others. Raises OSError.
+        descriptor: that of place 0, which passes it on in a tree; None on the others. seconds: to wait for it.
         """
-        peers = {(self.place + sign * step) % self.size for step in self._steps for sign in (-1, 1)}
-        deadline = time.monotonic() + self._timeout
-        for peer in sorted(place for place in peers if place > self.place):
-            self._peers[peer] = self._call(addresses[peer])
-        expected = sum(place < self.place for place in peers)
-        while expected:
-            expected -= self._accept(deadline)
-        self._server.close()
         # In the tree, the parent of a place is the place without its highest bit.
-        child_step = 1 << self.place.bit_length()
+        child_step = 1 << self.rank.bit_length()
         if descriptor is None:
-            _, received, _, _ = socket.recv_fds(self._peers[self.place - child_step // 2], 1, 1)
+            parent = self.sockets[self.rank - child_step // 2]
+            parent.settimeout(seconds)
+            _, received, _, _ = socket.recv_fds(parent, 1, 1)
             if not received:
                 raise OSError("a member has left")
             descriptor = received[0]
-        for step in self._steps:
-            if step >= child_step and self.place + step < self.size:
-                socket.send_fds(self._peers[self.place + step], [b"\0"], [descriptor])
-        for connection in self._peers.values():
-            connection.setblocking(False)
+            parent.setblocking(False)
+        for step in self.steps:
+            if step >= child_step and self.rank + step < self.size:
+                socket.send_fds(self.sockets[self.rank + step], [b"\0"], [descriptor])
         return descriptor
-
-    def _call(self, address: bytes) -> socket.socket:
-        with contextlib.ExitStack() as stack:
-            connection = stack.enter_context(socket.socket(socket.AF_UNIX))
-            connection.settimeout(self._timeout)
-            connection.connect(_name(address))
-            if own_peer(connection) is None:
-                raise OSError("another user listens at a member's address")
-            connection.sendall(_HELLO.pack(self.place))
-            stack.pop_all()
-        return connection
-
-    def _accept(self, deadline: float) -> bool:
-        """Accept one connection. Return whether it is from a member."""
-        self._server.settimeout(max(1e-3, deadline - time.monotonic()))
-        connection, _ = self._server.accept()
-        connection.settimeout(self._timeout)
-        is_own = own_peer(connection) is not None  # 0: in another namespace of process IDs
-        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL) if is_own else b""
-        if len(hello) < _HELLO.size:
-            connection.close()
-            return False
-        (place,) = _HELLO.unpack(hello)
-        self._peers[place] = connection
-        return True
 
     def barrier(self) -> Iterator[socket.socket]:
         """Meet the other members; yield the socket for whose data to wait next, until it has arrived.
 
         Raises HorovodInternalError when a member has left.
         """
-        for step in self._steps:
-            self._signal((self.place + step) % self.size)
-            source = (self.place - step) % self.size
+        for step in self.steps:
+            self._signal((self.rank + step) % self.size)
+            source = (self.rank - step) % self.size
             while not self._has_signal(source):
-                yield self._peers[source]
+                yield self.sockets[source]
 
     def _signal(self, place: int) -> None:
         try:
-            self._peers[place].send(b"\0", socket.MSG_NOSIGNAL)
+            self.sockets[place].send(b"\0", socket.MSG_NOSIGNAL)
         except (OSError, KeyError) as error:
             raise self._left(place) from error
 
     def _has_signal(self, place: int) -> bool:
         try:
-            if self._peers[place].recv(1):
+            if self.sockets[place].recv(1):
                 return True
         except BlockingIOError:
             return False
@@ -230,34 +179,14 @@ class Mesh:
 
     def check(self) -> None:
         """Raise HorovodInternalError if a member has left, or if this one has closed its connections. Local."""
-        poll = select.poll()
-        places = {peer.fileno(): place for place, peer in self._peers.items()}
-        for descriptor in places:
-            poll.register(descriptor, select.POLLRDHUP)
-        for descriptor, _ in poll.poll(0):
-            raise self._left(places[descriptor])
+        for place in self.hung_up():
+            raise self._left(place)
         if self._is_closed:
             raise HorovodInternalError("the connections to the other ranks of this host are closed")
 
     def _left(self, place: int) -> HorovodInternalError:
-        return HorovodInternalError(f"rank {self._ranks[place]} has left")
+        return HorovodInternalError(f"rank {self.ranks[place]} has left")
 
     def close(self) -> None:
-        """Close the connections. The other members notice it. Local."""
         self._is_closed = True
-        self._server.close()
-        for peer in self._peers.values():
-            # shutdown() wakes the threads that wait for the peer, also those of forked processes.
-            with contextlib.suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)
-            peer.close()
-        self._peers = {}
-
-    def abandon(self) -> None:
-        """In a forked process, close its copies of the sockets. The parent's connections stay open. Local."""
-        for peer in self._peers.values():
-            peer.close()
-
-
-def _name(address: bytes) -> str:
-    return f"\0dualdist-{address.hex()}"
+        super().close()

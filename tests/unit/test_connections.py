@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
-from torch.distributed import HashStore
 
 from dualdist.core.agreement.channel import News
 from dualdist.core.agreement.connections import Connections
+from dualdist.core.meeting.links import Address, Links, Listener
+from dualdist.core.meeting.server import connected
 from dualdist.errors import HorovodInternalError
 
 T = TypeVar("T")
@@ -22,17 +22,23 @@ T = TypeVar("T")
 
 def each_of(size: int, member: Callable[[Connections], T]) -> list[T]:
     """Return what `member` returns for each of `size` members."""
-    store = HashStore()
 
-    def run(rank: int) -> T:
-        peers = Connections(store, "test", range(size), rank, "127.0.0.1", timeout=20)
-        try:
+    def run(listener: Listener, rank: int) -> T:
+        with contextlib.closing(Connections(listener, "test", range(size), rank, timeout=20)) as peers:
             return member(peers)
-        finally:
-            peers.close()
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
+    with listeners(size) as made, ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, made, range(size)))
+
+
+@contextlib.contextmanager
+def listeners(size: int) -> Iterator[list[Listener]]:
+    """Yield one for each of `size` members, with the addresses of all."""
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(contextlib.closing(Listener("127.0.0.1"))) for _ in range(size)]
+        for listener in made:
+            listener.ranks = [other.address for other in made]
+        yield made
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
@@ -136,21 +142,62 @@ def test_a_member_that_leaves_because_of_an_exception_has_not_succeeded(handled:
 
 def test_members_accept_calls_while_their_own_are_unanswered() -> None:
     """Otherwise each of n members would wait for the next one: n steps at the start of a world."""
-    store, token = HashStore(), b"t" * 16
 
-    def close_at_once(rank: int) -> None:
-        Connections(store, "test", range(3), rank, "127.0.0.1", timeout=20).close()
+    def close_at_once(listener: Listener, rank: int) -> None:
+        Connections(listener, "test", range(3), rank, timeout=20).close()
 
-    with ThreadPoolExecutor(2) as pool, socket.create_server(("127.0.0.1", 0)) as last:
+    with listeners(2) as made, ThreadPoolExecutor(2) as pool, socket.create_server(("127.0.0.1", 0)) as last:
         last.settimeout(20)
-        host, port = last.getsockname()
-        store.set("connections/test/2", json.dumps([host, port, token.hex()]))
-        others = [pool.submit(close_at_once, rank) for rank in range(2)]
+        for listener in made:
+            listener.ranks = [*listener.ranks, Address("127.0.0.1", last.getsockname()[1], "token")]
+        others = [pool.submit(close_at_once, listener, rank) for rank, listener in enumerate(made)]
         callers = [last.accept()[0] for _ in others]
-        assert {caller.recv(20, socket.MSG_WAITALL)[16] for caller in callers} == {0, 1}
+        assert {caller.recv(100) for caller in callers} == {
+            b"token %d connections/test" % rank for rank in (0, 1)
+        }
         for caller in callers:
             caller.sendall(b"\1")
         for other in others:
             other.result()
         for caller in callers:
             caller.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", ""], ids=["TCP", "Unix"])
+def test_a_call_waits_until_it_is_wanted_and_strangers_get_nothing(host: str) -> None:
+    """A member may connect for the next set before this one, and strangers may be silent, or do not know the token."""
+
+    def link(name: str, rank: int) -> Links:
+        links = Links((0, 1), rank)
+        links.connect(made[rank], addresses, name, 20)
+        return links
+
+    made = [Listener(host) for _ in range(2)]
+    addresses = [listener.address for listener in made]
+    strangers = [connected(*addresses[1][:2], 20) for _ in range(3)]
+    strangers[1].sendall(b"GET / HTTP/1.1")
+    strangers[2].sendall(f"{'0' * 32} 0 second".encode())
+    with ThreadPoolExecutor(2) as pool:
+        ahead = [pool.submit(link, name, 0) for name in ("first", "second")]
+        behind = [link(name, 1) for name in ("second", "first")]
+        for one, other in zip(ahead, reversed(behind), strict=True):
+            one.result().sockets[1].send(b"here")
+            assert other.sockets[0].recv(4) == b"here"
+    assert [stranger.recv(1) for stranger in strangers[1:]] == [b"", b""]
+    for stranger in strangers:
+        stranger.close()
+    for links in (*behind, *(one.result() for one in ahead)):
+        links.close()
+    for listener in made:
+        listener.close()
+
+
+def test_a_peer_that_is_gone_is_named() -> None:
+    with listeners(3) as made:
+        made[2].close()
+        with pytest.raises(
+            HorovodInternalError, match=r"Rank 0 could not connect to rank 2 of \[0, 2\]: .*refused"
+        ):
+            Connections(made[0], "test", (0, 2), 0, timeout=20)
+        with pytest.raises(HorovodInternalError, match=r"rank 0 of \[0, 1\]: nothing arrived for 0.1 s"):
+            Connections(made[1], "test", (0, 1), 1, timeout=0.1)

@@ -341,6 +341,7 @@ def test_ranks_that_have_met_share_a_store(board: MakeBoard) -> None:
     def run(rank: int) -> list[str]:
         with Meeting(board(), rank, SIZE, SECONDS) as meeting:
             shared = open_store(meeting, os.environ, SECONDS, f"message {rank}")
+            shared.listener.close()
             assert shared.messages == tuple(f"message {other}" for other in range(SIZE))
             shared.store.set(str(rank), "here")
             return [shared.store.get(str(other)).decode() for other in range(SIZE)]

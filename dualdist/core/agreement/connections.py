@@ -11,21 +11,15 @@ each round sends one message, whatever n is. When a peer dies, its connections c
 from __future__ import annotations
 
 import contextlib
-import hmac
 import itertools
-import json
-import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from ...errors import HorovodInternalError, StallError
-from ..checks import shown_ranks
-from ..meeting.boards import rising
-from ..meeting.server import connected
+from ..meeting.links import Links, Listener
 from ..process_exit import has_failed
 
 # Messages as bytes on a connection: each with its length and with the number of members in a row that have sent it.
@@ -74,146 +68,48 @@ def take_unread(unread: bytearray, count: int) -> list[bytes]:
     return messages
 
 
-# How the members of a process set learn each other's addresses, and that one of them cannot connect.
-
-_POLL_SECONDS = (0.005, 0.2)
-"""The first and the longest pause between two questions. Thousands of members may ask one store."""
-
-
-class AddressExchange:
-    """Where the members of a process set publish their addresses: c10d's Store. When one fails, all raise its error."""
-
-    def __init__(
-        self,
-        store: Any,
-        key: str,
-        ranks: Sequence[int],
-        place: int,
-        timeout: float,
-        check_start: Callable[[BaseException | None], None] = lambda cause: None,
-    ) -> None:
-        """Prepare. Local.
-
-        ranks: global ranks of the members. place: of this process among them. timeout: seconds for all calls.
-        check_start: raises HorovodInternalError if a rank of the world has ended during its start. Its argument is
-        the error of this rank that such an end may have caused, or None.
-        """
-        self._store = store
-        self._key = key
-        self._ranks = ranks
-        self._place = place
-        self._timeout = timeout
-        self._check_start = check_start
-        self._deadline = time.monotonic() + timeout
-
-    def publish(self, host: str, port: int, token: bytes) -> None:
-        """Publish the address of this process, and the token with which others must call it."""
-        self._store.set(f"{self._key}/{self._place}", json.dumps([host, port, token.hex()]))
-
-    def wait_for(self, places: Iterable[int]) -> dict[int, tuple[str, int, bytes]]:
-        """Return what the members at `places` have published. Waits for them. Raises HorovodInternalError."""
-        missing = sorted(places)
-        keys = [f"{self._key}/{place}" for place in missing]
-        pauses = rising(*_POLL_SECONDS)
-        # Not Store.wait: after a timeout, TCPStore prints warnings.
-        while not self._store.check(keys):
-            self.check(
-                place for place, key in zip(missing, keys, strict=True) if not self._store.check([key])
-            )
-            time.sleep(next(pauses))
-        endpoints = map(json.loads, self._store.multi_get(keys))
-        return {
-            place: (host, port, bytes.fromhex(token))
-            for place, (host, port, token) in zip(missing, endpoints, strict=True)
-        }
-
-    def left(self) -> float:
-        """Return how many seconds are left, at least 1 ms."""
-        return _left(self._deadline)
-
-    def check(self, missing: Iterable[int]) -> None:
-        """Raise HorovodInternalError when another member has failed, or when the time is over.
-
-        missing: the places of the members for which this process waits.
-        """
-        if self._store.check([f"{self._key}/failure"]):
-            raise HorovodInternalError(self._store.get(f"{self._key}/failure").decode())
-        self._check_start(None)
-        if time.monotonic() > self._deadline:
-            raise self.failure(missing, TimeoutError(f"nothing arrived for {self._timeout:g} s"))
-
-    def failure(self, missing: Iterable[int], cause: OSError | RuntimeError) -> HorovodInternalError:
-        """Return the error of a member that cannot connect to those at `missing`, after sending it to the others.
-
-        If another has failed already, return its error. Raises HorovodInternalError if `cause` is the end of a rank.
-        """
-        self._check_start(cause)
-        ranks = sorted(self._ranks[place] for place in missing)
-        text = (
-            f"Rank {self._ranks[self._place]} could not connect to {shown_ranks(ranks)} of {list(self._ranks)}: "
-            f"{cause}. Look at their output."
-        )
-        # Without the store, rank 0 has ended.
-        with contextlib.suppress(RuntimeError):
-            if self._store.check([f"{self._key}/failure"]):
-                text = self._store.get(f"{self._key}/failure").decode()
-            else:
-                self._store.set(f"{self._key}/failure", text)
-        return HorovodInternalError(text)
-
-
-_CONNECT_SECONDS = 5.0
-_CHECK_SECONDS = 0.5
-"""How often a rank that waits for connections looks whether another one has failed."""
-_TOKEN_BYTES = 16
 _LONGEST_POLL = 2**31 - 1
 """The longest timeout of poll(2): milliseconds in a C int."""
 _READ_BYTES = 1 << 16
 
 
-class Connections:
-    """The connections of one member to its peers."""
+class Connections(Links):
+    """The links of one member, for messages."""
 
     def __init__(
         self,
-        store: Any,
+        listener: Listener | None,
         name: str,
         ranks: Sequence[int],
         rank: int,
-        address: str,
         timeout: float,
         connect_timeout: float | None = None,
-        check_start: Callable[[BaseException | None], None] = lambda cause: None,
+        check: Callable[[BaseException | None], object] = lambda cause: None,
     ) -> None:
         """Connect to the peers. Collective over `ranks`; a rank that is not a member gets no connections.
 
         Args:
-            store: c10d's Store, where the members publish their addresses under `name`.
+            listener: of this process; None in a world of one.
+            name: the same on all members, and used once.
             ranks: global ranks of the members.
             rank: the global rank of this process.
-            address: the IPv4 address at which the other members reach this process.
             timeout: seconds to wait for the other members in each exchange.
             connect_timeout: seconds to wait for their connections; None: the same.
-            check_start: as for AddressExchange.
+            check: as for Links.
 
         Raises:
             HorovodInternalError: a peer cannot be reached.
         """
-        self.ranks = tuple(ranks)
-        self.rank = self.ranks.index(rank) if rank in self.ranks else -1
-        """This process's place among the members; -1 when it is not a member."""
-        self.size = len(self.ranks)
+        super().__init__(ranks, rank)
         self._timeout = timeout
-        self._peers: dict[int, _Peer] = {}
-        if self.rank >= 0 and self.size > 1:
+        if listener is not None and self.rank >= 0:
+            addresses = [listener.ranks[member] for member in self.ranks]
             limit = timeout if connect_timeout is None else connect_timeout
-            exchange = AddressExchange(
-                store, f"connections/{name}", self.ranks, self.rank, limit, check_start
-            )
-            self._connect(exchange, address)
+            self.connect(listener, addresses, f"connections/{name}", limit, check)
+        self._peers = {place: _Peer(connection) for place, connection in self.sockets.items()}
         self._rounds: list[tuple[int, _Peer, _Peer]] = []
         """For each round of an exchange: of how many members to send, to which peer, and from which peer to receive."""
-        for distance in _powers_of_two(self.size) if self.rank >= 0 else ():
+        for distance in self.steps if self.sockets else ():
             target, source = (self._peers[(self.rank + step) % self.size] for step in (-distance, distance))
             self._rounds.append((min(distance, self.size - distance), target, source))
 
@@ -276,11 +172,14 @@ class Connections:
 
     def has_lost_peer(self) -> bool:
         """Return whether a peer has died, or has closed its connections because of a failure. Local."""
-        return any(peer.has_left(GOODBYE) is False for peer in list(self._peers.values()))
+        peers = self._peers
+        return any(place in peers and not peers[place].has_said(GOODBYE) for place in self.hung_up())
 
     def peers_that_succeeded(self) -> list[int]:
         """Return the global ranks of the peers that have left the world, but not because of an exception. Local."""
-        return [self.ranks[place] for place, peer in sorted(self._peers.items()) if peer.has_left(SUCCESS)]
+        peers = self._peers
+        left = [place for place in self.hung_up() if place in peers and peers[place].has_said(SUCCESS)]
+        return [self.ranks[place] for place in sorted(left)]
 
     def say_goodbye(self) -> None:
         """Let `has_lost_peer` be false on the peers when this process closes its connections. Local."""
@@ -289,75 +188,8 @@ class Connections:
                 peer.send(memoryview(GOODBYE if has_failed() else SUCCESS))
 
     def close(self) -> None:
-        """Close the connections. Local."""
-        for peer in self._peers.values():
-            peer.close()
+        super().close()
         self._peers = {}  # the sockets of `_rounds` are closed: an exchange raises
-
-    def abandon(self) -> None:
-        """In a forked process, close its copies of the sockets. The parent's connections stay open. Local."""
-        for peer in self._peers.values():
-            peer.socket.close()
-
-    def _connect(self, exchange: AddressExchange, address: str) -> None:
-        steps = [step for distance in _powers_of_two(self.size) for step in (-distance, distance)]
-        peers = {(self.rank + step) % self.size for step in steps}
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        with (
-            contextlib.ExitStack() as stack,
-            socket.create_server((address, 0), backlog=len(peers)) as server,
-        ):
-            try:
-                exchange.publish(address, server.getsockname()[1], token)
-                called = {
-                    peer: stack.enter_context(self._call(*where))
-                    for peer, where in exchange.wait_for(peers).items()
-                    if peer > self.rank
-                }
-                # Before the replies: a peer replies when its own calls are made.
-                self._accept(server, token, peers - called.keys(), exchange)
-                for peer, connection in called.items():
-                    _check_reply(connection, exchange)
-                    self._peers[peer] = _Peer(connection)
-                stack.pop_all()
-            except HorovodInternalError:
-                self.close()
-                raise
-            except (OSError, RuntimeError) as error:
-                failure = exchange.failure(peers - self._peers.keys(), error)
-                self.close()
-                raise failure from error
-
-    def _call(self, host: str, port: int, token: bytes) -> socket.socket:
-        """Connect to the peer that listens at `host`. It need not have accepted the connection yet."""
-        with contextlib.ExitStack() as stack:
-            try:
-                connection = stack.enter_context(connected(host, port, _CONNECT_SECONDS))
-                connection.sendall(token + self.rank.to_bytes(4, "little"))
-            except OSError as error:
-                raise OSError(f"{host}:{port}: {error}") from error
-            stack.pop_all()
-        return connection
-
-    def _accept(
-        self, server: socket.socket, token: bytes, callers: set[int], exchange: AddressExchange
-    ) -> None:
-        while missing := callers - self._peers.keys():
-            server.settimeout(min(_CHECK_SECONDS, exchange.left()))
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                exchange.check(missing)
-                continue
-            connection.settimeout(_CONNECT_SECONDS)
-            hello = b""
-            with contextlib.suppress(OSError):
-                hello = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
-            if not hmac.compare_digest(hello[:_TOKEN_BYTES], token):  # not a member
-                connection.close()
-                continue
-            connection.sendall(b"\1")
-            self._peers[int.from_bytes(hello[_TOKEN_BYTES:], "little")] = _Peer(connection)
 
 
 class _Peer:
@@ -371,19 +203,13 @@ class _Peer:
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
-    def has_left(self, goodbye: bytes) -> bool | None:
-        """Return whether `goodbye` is the last that the peer has sent; None if it has not closed the connection."""
+    def has_said(self, goodbye: bytes) -> bool:
+        """Return whether `goodbye` is the last that the peer, which has left, has sent."""
         last = b""
-        try:
-            poll = select.poll()
-            poll.register(self.socket, select.POLLRDHUP)
-            if not poll.poll(0):
-                return None
+        with contextlib.suppress(
+            OSError
+        ):  # the peer has not read everything; its goodbye may have arrived before
             last = self.socket.recv(_READ_BYTES, socket.MSG_PEEK)
-        except ValueError:  # this process has closed the socket
-            return False
-        except OSError:  # the peer has not read everything; its goodbye may have arrived before
-            pass
         return (bytes(self._unread[-len(goodbye) :]) + last).endswith(goodbye)
 
     def send(self, message: memoryview) -> int:
@@ -417,28 +243,10 @@ class _Peer:
         if not self._poll.poll(min(_LONGEST_POLL, 1e3 * _left(deadline))):
             raise StallError("A rank sent nothing in time.")
 
-    def close(self) -> None:
-        # shutdown() wakes the threads that wait for the peer, also those of forked processes.
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
-
 
 def _left(deadline: float) -> float:
     """Return how many seconds are left, at least 1 ms: a timeout of 0 makes a socket non-blocking."""
     return max(1e-3, deadline - time.monotonic())
-
-
-def _check_reply(connection: socket.socket, exchange: AddressExchange) -> None:
-    """Wait for the reply to a call. Raises OSError without one: a listener that accepts the token is the peer."""
-    host, port = connection.getpeername()
-    connection.settimeout(exchange.left())
-    if not connection.recv(1):
-        raise OSError(f"{host}:{port}: another program listens at this address")
-
-
-def _powers_of_two(limit: int) -> list[int]:
-    return [1 << bit for bit in range((limit - 1).bit_length())]
 
 
 def _lost(error: OSError | ValueError) -> HorovodInternalError:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ...errors import ConfigurationError, HorovodInternalError
 from ..meeting import server
+from ..meeting.links import Listener
 from ..meeting.member import Meeting
 from ..process_exit import never_delete, skip_destructors_at_exit
 from ..types import Launch, Max, Min, Product, Settings, Sum
@@ -250,6 +251,8 @@ class Backend(ABC):
     """Whether collectives on `device` only order streams, so that the host runs ahead of them."""
     store: Any = None
     """A key-value store that all processes share (c10d's Store); None when the world has one process."""
+    listener: Listener | None = None
+    """Where this process takes the calls of others, with the addresses of all; None in the same case."""
     _meeting: Meeting | None = None
     """Where this rank has met the others, until `finish_start`; None if it has not, as in a world of one."""
 
@@ -312,8 +315,10 @@ class Backend(ABC):
             self._meeting.close(started=True)
             self._meeting = None
 
-    def abandon(self) -> None:  # noqa: B027 - most backends do nothing at exit
+    def abandon(self) -> None:
         """In a forked process, keep its exit from affecting the parent's world. Local."""
+        if self.listener is not None:
+            self.listener.close()
 
     @abstractmethod
     def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:

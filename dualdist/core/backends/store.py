@@ -20,6 +20,7 @@ from ..extensions import extension
 from ..meeting import find_board, no_board
 from ..meeting.addresses import Addresses, find_addresses
 from ..meeting.boards import ADVICE, Board, PublishedBoard
+from ..meeting.links import Address, Listener
 from ..meeting.member import Meeting
 from ..types import Launch
 
@@ -105,6 +106,8 @@ class SharedStore(NamedTuple):
 
     store: dist.Store
     addresses: Addresses
+    listener: Listener
+    """Where this process takes the calls of the others, with the addresses of all."""
     messages: tuple[str, ...]
     """Of all ranks, in rank order."""
 
@@ -114,17 +117,21 @@ _served: list[dist.Store] = []
 
 
 def open_store(meeting: Meeting, env: Mapping[str, str], seconds: float, message: str = "") -> SharedStore:
-    """Return a new store that all ranks of the meeting share. Collective.
+    """Return a new store that all ranks of the meeting share, and where each one takes calls. Collective.
 
     seconds: the timeout of the store. message: for all other ranks.
     """
     timeout = timedelta(seconds=seconds)
     addresses = find_addresses(meeting.rank, meeting.gather, env)
     served = _serve(addresses.first, timeout) if meeting.rank == 0 else None
-    texts = meeting.gather(json.dumps([None if served is None else served.port, message]))
-    (port, *_), *_ = parts = [json.loads(text) for text in texts]
-    store = served or dist.TCPStore(addresses.first, port, is_master=False, timeout=timeout)
-    return SharedStore(store, addresses, tuple(text for _, text in parts))
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(contextlib.closing(Listener(addresses.own)))
+        own = [None if served is None else served.port, listener.address, message]
+        ports, listening, messages = zip(*map(json.loads, meeting.gather(json.dumps(own))), strict=True)
+        listener.ranks = [Address(*where) for where in listening]
+        store = served or dist.TCPStore(addresses.first, ports[0], is_master=False, timeout=timeout)
+        undo.pop_all()
+    return SharedStore(store, addresses, listener, messages)
 
 
 def connect_again(store: Any) -> dist.TCPStore:

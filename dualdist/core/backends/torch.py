@@ -139,7 +139,7 @@ class TorchBackend(Backend):
         self.runs_ahead = device is not None
         self._config = config
         self.address = shared.addresses.own
-        self.store = shared.store
+        self.store, self.listener = shared.store, shared.listener
         self._settings = settings
         self._timeout = timedelta(seconds=settings.start_timeout_seconds)
         self._adopted = adopted
@@ -156,7 +156,6 @@ class TorchBackend(Backend):
         self._meeting = meeting
         self._on_shutdown = contextlib.ExitStack()
         """What `shutdown` undoes."""
-        self._on_shutdown.callback(meeting.close, started=False)
 
     @classmethod
     def is_running(cls) -> bool:
@@ -185,6 +184,7 @@ class TorchBackend(Backend):
             meeting = meet(launch, env, seconds)
             undo.callback(meeting.close, started=False)
             shared = open_store(meeting, env, seconds, offer.to_text())
+            undo.callback(shared.listener.close)
             offers = [Offer.from_text(text) for text in shared.messages]
             chosen = agreed_transport(offers, launch.rank)
             device, config = bind_device(chosen, offers, launch.rank), config_of(chosen)
@@ -217,13 +217,14 @@ class TorchBackend(Backend):
             meeting = Meeting(board, *place, seconds)
             undo.callback(meeting.close, started=False)
             shared = open_store(meeting, env, seconds, offer.to_text())
+            undo.callback(shared.listener.close)
             if needs_gpus(transport) and device is None:
                 offers = [Offer.from_text(text) for text in shared.messages]
                 device = bind_device(transport, offers, dist.get_rank())
-            undo.pop_all()
-        adopted = cls(transport, config, device, shared, settings, meeting, adopted=True)
-        # For the groups that the adopted world makes from now on.
-        adopted._on_shutdown.enter_context(temporary_environment(error_handling(device, env)))
+            # For the groups that the adopted world makes from now on.
+            undo.enter_context(temporary_environment(error_handling(device, env)))
+            adopted = cls(transport, config, device, shared, settings, meeting, adopted=True)
+            adopted._on_shutdown.push(undo.pop_all())
         return adopted
 
     @classmethod
@@ -308,6 +309,7 @@ class TorchBackend(Backend):
             self._default_group.close(self.keep_process_groups if is_stuck else end)
 
     def abandon(self) -> None:
+        super().abandon()
         self._groups.abandon()
 
     def transport_of(self, device: str) -> str:

@@ -36,14 +36,14 @@ from ..executor import in_time
 
 
 def connected(address: str, port: int, seconds: float) -> socket.socket:
-    """Return a connection to a host's name or address, which has the timeout `seconds`. Raises OSError.
+    """Return a connection to a host or an abstract address, which has the timeout `seconds`. Raises OSError.
 
     socket.create_connection imports encodings.idna, which takes several ms of the start of each rank.
     """
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(_socket_for(address))
         connection.settimeout(seconds)
-        connection.connect((address, port))
+        connection.connect(address if connection.family == socket.AF_UNIX else (address, port))
         stack.pop_all()
     return connection
 
@@ -130,13 +130,14 @@ def own_peer(connection: socket.socket) -> int | None:
     return process if user == os.geteuid() else None
 
 
-def _is_foreign(connection: socket.socket) -> bool:
+def is_foreign(connection: socket.socket) -> bool:
+    """Return whether another user's process is at the other end, as far as the kernel knows: of a Unix socket."""
     return connection.family == socket.AF_UNIX and own_peer(connection) is None
 
 
 def _prove(connection: socket.socket, secret: bytes) -> None:
     """Prove to the server at the other end, and let it prove, that both know `secret`. Raises OSError."""
-    if _is_foreign(connection) or _read(connection, len(_GREETING)) != _GREETING:
+    if is_foreign(connection) or _read(connection, len(_GREETING)) != _GREETING:
         raise ConnectionError("another program answers there")
     theirs, mine = _read(connection, _CHALLENGE), secrets.token_bytes(_CHALLENGE)
     connection.sendall(mine + _proof(secret, b"client", theirs, mine))
@@ -241,7 +242,7 @@ class MeetingServer:
         with contextlib.ExitStack() as undo:
             # A port that is free on one address may be taken on another.
             with contextlib.nullcontext(port) if port else reserved_port() as self.port:
-                self._listeners = [undo.enter_context(_listener(host, self.port)) for host in hosts]
+                self._listeners = [undo.enter_context(listener_at(host, self.port)) for host in hosts]
             # The event loop needs so many files, and would fail in its thread.
             with contextlib.ExitStack() as spare:
                 for _ in range(_LOOP_FILES):
@@ -313,7 +314,7 @@ class MeetingServer:
         """Serve one connection. Any error closes it, without an answer."""
         connection.setblocking(False)
         with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError, ValueError, zlib.error):
-            if _is_foreign(connection):
+            if is_foreign(connection):
                 connection.close()
                 return
             reader, writer = await asyncio.open_connection(sock=connection)
@@ -475,7 +476,8 @@ def unix_listener(address: str) -> socket.socket:
     return listener
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def listener_at(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address, "" for all, or at an abstract one. Raises OSError if it is taken."""
     if host.startswith("\0"):
         return unix_listener(host)
     if not host and socket.has_dualstack_ipv6():

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ...errors import NotInitializedError, WorldMismatchError, logger
+from ...errors import HorovodInternalError, NotInitializedError, WorldMismatchError, logger
 from ...observation.dump import Dump
 from ...observation.timeline import Timeline
 from ...observation.usage import write
@@ -187,14 +187,13 @@ class Context:
     def _open_channel(self, set_id: int, ranks: Sequence[int], new_groups: NewGroups) -> None:
         backend, name, seconds = self.backend, f"set {set_id}", self.settings.start_timeout_seconds
         connections = Connections(
-            backend.store,
+            backend.listener,
             name,
             ranks,
             backend.rank,
-            backend.address,
             self.settings.stall_timeout_seconds,
             seconds,  # all ranks have just met
-            backend.check_start,
+            self._check_ranks,
         )
         try:
             exchange = functools.partial(connections.allgather_messages, seconds=seconds)
@@ -215,6 +214,12 @@ class Context:
             functools.partial(_abort, self.channels, backend),  # not a method: without `self`, no cycle
             make_ahead,
         )
+
+    def _check_ranks(self, cause: BaseException | None) -> None:
+        """Raise HorovodInternalError if a rank has ended meanwhile. cause: an error that its end may have caused."""
+        self.backend.check_start(cause)
+        if cause is None and self.channels and self.channels[0].group.has_lost_member():
+            raise HorovodInternalError("a rank has left")
 
     def _abort_unfinished(self) -> None:
         """If an error ends this process, end the collectives in which the other ranks may not take part. Local."""
