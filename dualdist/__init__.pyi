@@ -98,7 +98,7 @@ from .core.training.optimizer import (
     SynchronizedOptimizer as SynchronizedOptimizer,
 )
 from .core.training.optimizer_state import broadcast_optimizer_state as broadcast_optimizer_state
-from .core.training.parallel import DistributedDataParallel as DistributedDataParallel
+from .torch_ddp.module import DistributedDataParallel as DistributedDataParallel
 from .core.training.parameters import broadcast_parameters as broadcast_parameters
 from .sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from .core.types import (

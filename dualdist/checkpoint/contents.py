@@ -20,7 +20,7 @@ import torch
 from ..core import accelerator
 from ..core.checks import is_dtensor
 from ..core.collectives.objects import compact
-from ..core.training.parallel import DistributedDataParallel
+from ..core.training.parallel import SynchronizedModule
 from ..core.training.parameters import bare_names
 
 # Names of a module's tensors, with or without wrappers, and which saved tensors a module can load.
@@ -250,9 +250,7 @@ def state_of(value: Any) -> Any:
     state = value.state_dict() if is_stateful(value) else value
     if not isinstance(value, torch.nn.Module):
         return state
-    return bare_names(
-        value, state, lambda part: "module" if isinstance(part, DistributedDataParallel) else ""
-    )
+    return bare_names(value, state, lambda part: "module" if isinstance(part, SynchronizedModule) else "")
 
 
 def check_state(state: Any) -> list[str]:

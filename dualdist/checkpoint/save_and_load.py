@@ -22,7 +22,7 @@ from ..core.collectives.objects import (
     if_all_succeed,
     on_all_ranks,
 )
-from ..core.training.parallel import DistributedDataParallel
+from ..core.training.parallel import SynchronizedModule
 from ..core.training.parameters import bare_names
 from ..core.world.context import current
 from ..core.world.process_sets import reporting
@@ -315,7 +315,7 @@ def read_into(path: str | os.PathLike[str], file: MemoryFile, part: str = "") ->
 _SAFETENSORS = ".safetensors"
 _WRAPPER_CLASSES = (
     AveragedModel,
-    DistributedDataParallel,
+    SynchronizedModule,
     torch.nn.DataParallel,
     torch.nn.parallel.DistributedDataParallel,
 )

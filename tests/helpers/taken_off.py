@@ -32,6 +32,8 @@ class Refusing(MetaPathFinder):
 
 def train(hvd: Any) -> None:
     """Take two steps in each style."""
+    from dualdist.core.training.parallel import SynchronizedModule
+
     model = nn.Linear(2, 1)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(
@@ -39,7 +41,7 @@ def train(hvd: Any) -> None:
     )
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     other = nn.Linear(2, 1)
-    wrapped = hvd.DistributedDataParallel(other)
+    wrapped = SynchronizedModule(other)
     for _ in range(2):
         for module in (model, wrapped):
             before = module.state_dict() | {}

@@ -35,7 +35,7 @@ PRIVATE_NAMES = {
         _BaseDataLoaderIter _BatchNorm _C _FR_SELF_RECORDING_BACKENDS _FrameAction _FrameExecStrategy _RecordFunction
         _abort_process_group _active_ddp_module _autograd _buffers _call_end_callbacks_on_jit_fut _cdata
         _current_autograd_node
-        _current_graph_task_id _ddp_params_and_buffers_to_ignore _dynamo _enabled _execution_engine
+        _current_graph_task_id _ddp_params_and_buffers_to_ignore _dynamo _execution_engine
         _foreach_copy_ _fsdp_flattened _get_accelerator _get_data_parallel_params _get_default_store
         _in_backward_optimizers _load_from_state_dict _metadata _modules _parameters
         _post_accumulate_grad_hooks
@@ -66,7 +66,7 @@ CALLED_BY_OTHERS = {
 
 
 PATCHES = {
-    "core/training/parallel.py": {
+    "torch_ddp/module.py": {
         "TorchDataParallel._active_ddp_module = ": "torch.compile asks it for the wrapper whose forward runs"
     },
     "observation/usage.py": {
@@ -79,9 +79,7 @@ PATCHES = {
     "core/backends/torch_groups.py": {
         "torch_world.group_count = ": "groups that only their members make need names"
     },
-    "core/backends/torch_interface.py": {
-        "handle.remove()": "torch's hooks would step on gradients of one rank"
-    },
+    "torch_ddp/hooks.py": {"handle.remove()": "torch's hooks would step on gradients of one rank"},
     "checkpoint/manager.py": {
         "BaseProcess.start = ": "while signals are watched, they must not end the daemonic processes, too"
     },

@@ -35,6 +35,7 @@ NAMES = {
     "seeding": {"seed_everything", "seeding"},
     "sharding": {"checkpoint", "elastic"},  # which they should not need
     "sync_batch_norm": {"SyncBatchNorm"},
+    "torch_ddp": {"DistributedDataParallel"},
 }
 """The public names that are missing without a part."""
 

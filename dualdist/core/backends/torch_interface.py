@@ -1,13 +1,13 @@
-"""What several files need of torch.distributed: its errors, process groups, devices, the Join context, hooks.
+"""What several files need of torch.distributed: its errors, process groups and devices.
 
-Nothing here communicates, except `notify_join`. All of it works without a process group of torch, too.
+Nothing here communicates. All of it works without a process group of torch, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -73,66 +73,6 @@ def new_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Dev
     kind = device if device in adopted_config() else "cpu"
     with wrapped():
         return init_device_mesh(kind, shape, mesh_dim_names=names)
-
-
-def notify_join(joinable: Any) -> None:
-    """Report to the ranks that have left the Join context that this rank starts another iteration. Collective."""
-    from torch.distributed.algorithms.join import Join
-
-    Join.notify_join_context(joinable)
-
-
-def join_hook(main: Callable[[], None], post: Callable[[bool], None]) -> Any:
-    """Return a JoinHook: `main` shadows one iteration, `post` gets whether this rank was one of the last to join."""
-    from torch.distributed.algorithms.join import JoinHook
-
-    class Hook(JoinHook):
-        def main_hook(self) -> None:
-            main()
-
-        def post_hook(self, is_last_joiner: bool) -> None:
-            post(is_last_joiner)
-
-    return Hook()
-
-
-def take_over_optimizers(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parameters whose optimizers step in backward, and remove torch's hooks that would call them.
-
-    torch.distributed.optim._apply_optimizer_in_backward registers these hooks (apply_optimizer_in_backward.py).
-    """
-    found = [param for param in params if hasattr(param, "_in_backward_optimizers")]
-    if found:
-        from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
-
-        for param in found:
-            for handle in param_to_optim_hook_handle_map.get(param, ()):
-                handle.remove()
-    return found
-
-
-def builtin_comm_hook(kind: Any) -> Callable[[Any, Any], Any]:
-    """Return the hook in Python that does what torch's built-in hook of `kind` does. Raises TypeError.
-
-    kind: a torch.distributed.BuiltinCommHookType.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    kinds = dist.BuiltinCommHookType
-    hooks = {
-        kinds.ALLREDUCE: default_hooks.allreduce_hook,
-        kinds.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-    }
-    if kind not in hooks:
-        raise TypeError(
-            f"`comm_hook_type` must be one of {[str(known) for known in hooks]}, but is {kind!r} instead."
-        )
-
-    def hook(state: Any, bucket: Any) -> Any:
-        return hooks[kind](state, bucket)
-
-    hook.__qualname__ = str(kind)
-    return hook
 
 
 # What the installed torch was built with, under the names of Horovod's queries. Shared by torch.py and local.py.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
 import torch
@@ -14,7 +13,6 @@ from ..checks import integer
 from ..compiling import not_compiled
 from ..world.context import current
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
-from .objects import broadcast_object
 from .plan import Plan, make_call, planned
 from .reduction import Reduction, reduce_tensors
 
@@ -31,12 +29,11 @@ def join(device: int = -1) -> int:
     For uneven numbers of batches: a rank joins when it has no more data. It contributes zeros to Sum, Average and
     Adasum, and nothing to Min, Max and Product; Average still divides by the size of the world. The other ranks can
     call allreduce, grouped_allreduce, barrier and gradient synchronisation meanwhile; other collectives raise
-    HorovodInternalError on those ranks. A torch.amp.GradScaler then gets the state of the last rank's,
-    because others have not counted its steps, if there is only one in each process. Collective over the world.
+    HorovodInternalError on those ranks. Collective over the world.
 
-    A rank misses the steps that the others make after it has joined. To train on, broadcast parameters, buffers and
-    optimizer state from the rank that is returned. After the next reduction, rank 0 warns if parameters or options of
-    the optimizer differ between ranks.
+    A rank misses the steps that the others make after it has joined. To train on, broadcast parameters, buffers,
+    optimizer state and the state of a GradScaler from the rank that is returned. After the next reduction, rank 0 warns
+    if parameters or options of the optimizer differ between ranks.
 
     Args:
         device: the number of the GPU for the zeros; -1: `hvd.device()`. It matters only if other ranks reduce on GPUs.
@@ -49,25 +46,7 @@ def join(device: int = -1) -> int:
     last = channel_of(global_process_set).join()
     for function in after_join:
         function()
-    share_grad_scaler(last, global_process_set)
     return last
-
-
-def share_grad_scaler(last: int, process_set: ProcessSetLike) -> None:
-    """Give the GradScaler of each rank the state of that of rank `last`. Collective.
-
-    A script passes its scaler to no call of ours, so it is looked for among all objects of the process. If there are
-    several, nothing is done: the garbage collector does not keep their order.
-    """
-    gc.collect()  # frees those that are not in use
-    # Not isinstance(), which lets objects answer; and one may not have been initialized.
-    kinds = [one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler)]
-    scalers = [one for one in kinds if getattr(one, "_enabled", False)]
-    states = broadcast_object(
-        [scaler.state_dict() for scaler in scalers], last, "dualdist.join.grad_scaler", process_set
-    )
-    if len(states) == len(scalers) == 1:
-        scalers[0].load_state_dict(states[0])
 
 
 @not_compiled

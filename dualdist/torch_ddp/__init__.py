@@ -1,0 +1,1 @@
+"""torch's DistributedDataParallel: its parameters, methods and attributes, on the core's module."""
