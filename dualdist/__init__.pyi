@@ -35,10 +35,6 @@ from .core.collectives.broadcast import (
     broadcast_async_ as broadcast_async_,
 )
 from .core.collectives.reduction import Compression as Compression
-from .core.collectives.gather import (
-    gather as gather,
-    scatter as scatter,
-)
 from .core.collectives.handles import (
     poll as poll,
     synchronize as synchronize,
@@ -50,10 +46,7 @@ from .core.collectives.join import (
 from .core.collectives.objects import (
     allgather_object as allgather_object,
     broadcast_object as broadcast_object,
-    gather_object as gather_object,
-    scatter_object as scatter_object,
 )
-from .core.collectives.reduce import reduce as reduce
 from .core.collectives.reducescatter import (
     grouped_reducescatter as grouped_reducescatter,
     grouped_reducescatter_async as grouped_reducescatter_async,
@@ -83,6 +76,13 @@ from .core.lifecycle import (
     shutdown as shutdown,
     start_timeline as start_timeline,
     stop_timeline as stop_timeline,
+)
+from .rooted_collectives import (
+    gather as gather,
+    gather_object as gather_object,
+    reduce as reduce,
+    scatter as scatter,
+    scatter_object as scatter_object,
 )
 from .processes.function import (
     run as run,

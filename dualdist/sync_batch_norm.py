@@ -20,7 +20,7 @@ from .core.agreement.matching import Verdict, payload_capacity
 from .core.backends.base import Group
 from .core.checks import flag, instance, integer, number, wrong
 from .core.collectives.allreduce import allreduce
-from .core.collectives.plan import make_call
+from .core.collectives.plan import make_call, refuse_fake_tensor_mode
 from .core.collectives.wire import dtype_name
 from .core.compiling import not_compiled
 from .core.types import Sum
@@ -360,6 +360,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         with reporting(SYNC_BATCH_NORM, self.process_set):
+            refuse_fake_tensor_mode()
             self._check_input_dim(input)
         if input.is_cuda:
             if channel_of(self.process_set).group.size == 1 and input.numel() > input.shape[1]:

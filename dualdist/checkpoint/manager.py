@@ -25,11 +25,12 @@ import torch
 from ..core.checks import flag, integer, items, number, wrong
 from ..core.checks import path as checked_path
 from ..core.collectives.allreduce import ALLREDUCE, allreduce
-from ..core.collectives.objects import ALLGATHER_OBJECT, GATHER_OBJECT, on_all_ranks
+from ..core.collectives.objects import ALLGATHER_OBJECT, on_all_ranks
 from ..core.process_exit import at_exit
 from ..core.types import Max
 from ..core.world.process_sets import reporting
 from ..errors import CheckpointError, DamagedCheckpointError, logger
+from ..rooted_collectives import GATHER_OBJECT
 from ..sharding.checkpoints import REST, FolderCatalog, Shards, check_part_names, is_foreign, is_sharded
 from .catalog import Catalog, Find, this_job
 from .contents import HostCopy, check_state, few, on_host

@@ -18,7 +18,6 @@ from ..core.collectives.objects import (
     ALLGATHER_OBJECT,
     allgather_object,
     attempted,
-    gather_object,
     if_all_succeed,
     on_all_ranks,
 )
@@ -28,6 +27,7 @@ from ..core.world.context import current
 from ..core.world.process_sets import reporting
 from ..core.world.ranks import rank, size
 from ..errors import CheckpointError, DamagedCheckpointError, logger
+from ..rooted_collectives import gather_object
 from .catalog import CatalogEntry, Find
 from .contents import check_state, collect, collect_compared, collect_own, digest, few, on_host
 from .format import MemoryAddress, MemoryFile, copy_verified, make_manifest, replacing, write_checkpoint

@@ -45,7 +45,7 @@ FROM_CORE = {
 
 BETWEEN_OTHERS = {
     "__main__": {"cli"},
-    "checkpoint": {"sharding"},
+    "checkpoint": {"rooted_collectives", "sharding"},
     "compat": {"elastic", "horovod", "sync_batch_norm"},
     "doctor": {"exec", "mpi"},
     "elastic": {"checkpoint", "samplers"},

@@ -31,6 +31,10 @@ NAMES = {
     "metrics": {"metrics"},
     "processes": {"run", "spawn"},
     "replicas": {"check_replicas"},
+    "rooted_collectives": {
+        *("gather", "gather_object", "reduce", "scatter", "scatter_object"),
+        *("checkpoint", "elastic"),  # which collect states of ranks on rank 0
+    },
     "samplers": {"DistributedSampler", "elastic", "samplers", "split_by_rank"},
     "seeding": {"seed_everything", "seeding"},
     "sharding": {"checkpoint", "elastic"},  # which they should not need

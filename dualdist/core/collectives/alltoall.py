@@ -10,10 +10,46 @@ import torch
 from ..agreement.call import Kind
 from ..agreement.matching import Verdict
 from ..backends.base import Group
+from ..checks import integer, items
 from ..compiling import not_compiled
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
-from .plan import Plan, check_rows, check_splits, describe_rows, make_call, planned
-from .wire import alltoall_rows
+from .plan import Plan, check_rows, make_call, planned
+from .wire import alltoall_rows, dtype_name
+
+
+def check_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
+    """Return the number of rows for each rank. Raises ValueError unless `splits` fits `size` and `tensor`."""
+    rows = tensor.shape[0]
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                f"`tensor` must have rows that divide by {size} ranks, but has {rows} instead. Give `splits`."
+            )
+        return [rows // size] * size
+    if isinstance(splits, torch.Tensor):
+        if splits.dtype is not torch.int32 or splits.dim() != 1:
+            raise ValueError(
+                f"`splits` must be a 1-D int32 tensor, but is {splits.dim()}-D {splits.dtype} instead."
+            )
+        splits = splits.tolist()
+    given = items("splits", splits, "a list of whole numbers", "Give the number of rows for each rank.")
+    counts = [integer(f"splits[{place}]", count) for place, count in enumerate(given)]
+    if len(counts) != size or min(counts) < 0 or sum(counts) > rows:
+        raise ValueError(
+            f"`splits` must be {size} numbers of at least 0 with a sum of at most {rows} rows, but is "
+            f"{counts} instead. Give the number of rows for each rank."
+        )
+    return counts
+
+
+def describe_rows(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments for the Call of a collective that moves rows of `tensor`, (n, ...)."""
+    return {
+        "trailing_shape": tuple(tensor.shape[1:]),
+        "dtype": dtype_name(tensor.dtype),
+        "device": tensor.device.type,
+    }
+
 
 ALLTOALL = Kind("alltoall", "ALLTOALL")
 

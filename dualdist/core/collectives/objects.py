@@ -20,11 +20,11 @@ from ...errors import HorovodInternalError
 from ..agreement.call import Kind
 from ..agreement.matching import Verdict
 from ..backends.base import Group
-from ..checks import add_note, items, text_of
+from ..checks import add_note, text_of
 from ..compiling import not_compiled
-from ..world.process_sets import ProcessSetLike, channel_of, global_process_set, reporting
-from .plan import channel_and_root, make_call
-from .wire import allgather_rows, alltoall_rows, gather_rows
+from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
+from .plan import Plan, channel_and_root, make_call, planned, root_of
+from .wire import allgather_rows
 
 # Sent with pickle, or with cloudpickle if it is installed.
 #
@@ -34,9 +34,7 @@ from .wire import allgather_rows, alltoall_rows, gather_rows
 T = TypeVar("T")
 ALLGATHER_OBJECT = Kind("allgather_object", "ALLGATHER")
 BROADCAST_OBJECT = Kind("broadcast_object", "BROADCAST")
-GATHER_OBJECT = Kind("gather_object", "GATHER")
-SCATTER_OBJECT = Kind("scatter_object", "SCATTER")
-_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
+NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,11 +64,30 @@ def _pickler() -> type[pickle.Pickler]:
     return CompactPickler
 
 
-def _dump(obj: Any) -> torch.Tensor:
+def dump(obj: Any) -> torch.Tensor:
     """Return `obj` pickled, (n,) uint8."""
     file = io.BytesIO()
     _pickler()(file).dump(obj)
     return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+
+
+@planned(BROADCAST_OBJECT)
+def _plan_broadcast_object(
+    obj: Any, root_rank: int, name: str | None, *, process_set: ProcessSetLike
+) -> Plan[torch.Tensor | None]:
+    """Return the plan of a broadcast_object. Its result: the received bytes, None on the root."""
+    channel, root_rank, root = channel_and_root(process_set, root_rank)
+    is_root = channel.group.rank == root
+    data = dump(obj) if is_root else NO_BYTES
+    call = make_call(BROADCAST_OBJECT, name, count=data.numel(), root_rank=root_rank)
+
+    def execute(group: Group, verdict: Verdict) -> torch.Tensor | None:
+        sent = data if is_root else torch.empty(verdict.counts[root], dtype=torch.uint8, device="cpu")
+        sent = sent.to(group.wire_device(sent.device))
+        group.broadcast_(sent, root).wait()
+        return None if is_root else sent
+
+    return Plan(process_set, channel, call, execute)
 
 
 @not_compiled
@@ -83,20 +100,24 @@ def broadcast_object(
     If pickling fails, its error is raised on the root and HorovodInternalError on the other ranks. If unpickling fails
     on a rank, its error is raised there alone.
     """
-    with reporting(BROADCAST_OBJECT, process_set):
-        channel, root_rank, root = channel_and_root(process_set, root_rank)
-        is_root = channel.group.rank == root
-        data = _dump(obj) if is_root else _NO_BYTES
-        call = make_call(BROADCAST_OBJECT, name, count=data.numel(), root_rank=root_rank)
+    plan = _plan_broadcast_object(obj, root_rank, name, process_set=process_set)
+    received = plan.run()
+    return obj if received is None else load(received, root_of(plan))
 
-    def execute(group: Group, verdict: Verdict) -> torch.Tensor:
-        sent = data if is_root else torch.empty(verdict.counts[root], dtype=torch.uint8, device="cpu")
-        sent = sent.to(group.wire_device(sent.device))
-        group.broadcast_(sent, root).wait()
-        return sent
 
-    received = channel.run(call, execute)
-    return obj if is_root else _load(received, root_rank)
+@planned(ALLGATHER_OBJECT)
+def _plan_allgather_object(
+    obj: Any, name: str | None, *, process_set: ProcessSetLike
+) -> Plan[Sequence[torch.Tensor]]:
+    """Return the plan of an allgather_object. Its result: the bytes of each rank."""
+    channel, data = channel_of(process_set), dump(obj)
+    call = make_call(ALLGATHER_OBJECT, name, count=data.numel())
+
+    def execute(group: Group, verdict: Verdict) -> Sequence[torch.Tensor]:
+        (gathered,), _ = allgather_rows(group, [data], verdict.counts)
+        return gathered.split(list(verdict.counts))  # type: ignore[no-any-return]
+
+    return Plan(process_set, channel, call, execute)
 
 
 @not_compiled
@@ -107,68 +128,11 @@ def allgather_object(
 
     Collective: every member of `process_set` must call it. Errors as for `broadcast_object`.
     """
-    with reporting(ALLGATHER_OBJECT, process_set):
-        channel, data = channel_of(process_set), _dump(obj)
-        call = make_call(ALLGATHER_OBJECT, name, count=data.numel())
-
-    def execute(group: Group, verdict: Verdict) -> Sequence[torch.Tensor]:
-        (gathered,), _ = allgather_rows(group, [data], verdict.counts)
-        return gathered.split(list(verdict.counts))  # type: ignore[no-any-return]
-
-    return list(map(_load, channel.run(call, execute), channel.group.ranks))
+    plan = _plan_allgather_object(obj, name, process_set=process_set)
+    return list(map(load, plan.run(), plan.channel.group.ranks))
 
 
-@not_compiled
-def gather_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSetLike = global_process_set
-) -> list[Any] | None:
-    """Return every rank's `obj` in rank order on rank `root_rank`, None elsewhere.
-
-    Collective: every member of `process_set` must call it. Errors as for `broadcast_object`.
-    """
-    with reporting(GATHER_OBJECT, process_set):
-        channel, root_rank, root = channel_and_root(process_set, root_rank)
-        data = _dump(obj)
-        call = make_call(GATHER_OBJECT, name, count=data.numel(), root_rank=root_rank)
-
-    def execute(group: Group, verdict: Verdict) -> Sequence[torch.Tensor]:
-        rows, counts = gather_rows(group, data, root, verdict.counts)
-        return rows.split(counts)  # type: ignore[no-any-return]
-
-    received = channel.run(call, execute)
-    return list(map(_load, received, channel.group.ranks)) if channel.group.rank == root else None
-
-
-@not_compiled
-def scatter_object(
-    objs: Sequence[Any] | None,
-    root_rank: int = 0,
-    name: str | None = None,
-    process_set: ProcessSetLike = global_process_set,
-) -> Any:
-    """Return a copy of the object for this rank in rank `root_rank`'s list `objs`, which has one object per rank.
-
-    Collective: every member of `process_set` must call it; `objs` is ignored on the other ranks.
-    If their number is wrong, the root raises ValueError, the others HorovodInternalError; else as `broadcast_object`.
-    """
-    with reporting(SCATTER_OBJECT, process_set):
-        channel, root_rank, root = channel_and_root(process_set, root_rank)
-        size, is_root = channel.group.size, channel.group.rank == root
-        rule = f"a list with one object for each of {size} ranks on the root"
-        given = items("objs", objs, rule, "Wrap each rank's object.") if is_root else []
-        if is_root and len(given) != size:
-            raise ValueError(f"`objs` must be {rule}, but has {len(given)} objects instead.")
-        pickled = [_dump(obj) for obj in given] or [_NO_BYTES] * size
-        data, splits = torch.cat(pickled), [each.numel() for each in pickled]
-        call = make_call(SCATTER_OBJECT, name, count=data.numel(), root_rank=root_rank)
-
-    def execute(group: Group, verdict: Verdict) -> torch.Tensor:
-        return alltoall_rows(group, data, splits, verdict.counts)[0]
-
-    return _load(channel.run(call, execute), root_rank)
-
-
-def _load(pickled: torch.Tensor, rank: int) -> Any:
+def load(pickled: torch.Tensor, rank: int) -> Any:
     """Return the object of `rank`. Raises what unpickling it raises."""
     try:
         return pickle.loads(pickled.cpu().numpy().tobytes())

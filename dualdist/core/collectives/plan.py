@@ -17,15 +17,13 @@ from ..agreement.matching import Execute, Verdict
 from ..backends.base import Group
 from ..checks import integer, is_dtensor, items, text, wrong
 from ..types import Average, Sum
-from ..world.process_sets import ProcessSetLike, channel_of, report, reporting
+from ..world.process_sets import ProcessSetLike, channel_of, reporting
 from .handles import Started, new_handle, on_streams_of_caller
-from .wire import dtype_name
 
 T = TypeVar("T")
 P = ParamSpec("P")
 _empty = functools.partial(torch.empty, 0, device="cpu")
 """Makes a tensor, which is of another class inside FakeTensorMode."""
-_FAKE = "`FakeTensorMode` must not be active in a collective, but is. Leave it."
 
 
 @dataclass(frozen=True)
@@ -86,26 +84,25 @@ def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]
     def decorate(make: Callable[P, Plan[T]]) -> Callable[P, Plan[T]]:
         @functools.wraps(make)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> Plan[T]:
-            # `reporting` does the same, but this must be fast.
-            try:
-                if type(_empty()) is not torch.Tensor:  # else the arguments' checks may fail in another way
-                    raise ValueError(_FAKE)
+            with reporting(kind, kwargs["process_set"]):
+                refuse_fake_tensor_mode()  # before the checks of arguments, which may fail in another way
                 return make(*args, **kwargs)
-            except Exception as error:
-                report(kind, kwargs["process_set"], error)
-                raise
 
         return wrapper
 
     return decorate
 
 
+def refuse_fake_tensor_mode() -> None:
+    """Raise ValueError inside FakeTensorMode, where the result of a collective would be lost."""
+    if type(_empty()) is not torch.Tensor:
+        raise ValueError("`FakeTensorMode` must not be active in a collective, but is. Leave it.")
+
+
 def make_call(kind: Kind, name: str | None, count: int = 0, payload: bytes = b"", **arguments: Any) -> Call:
     """Return the Call of `kind` by the user's line; `arguments` must be equal on all members."""
     if name is not None:
         name = str.__str__(text("name", name, "Pass a string or None."))  # of no class of the user
-    if type(_empty()) is not torch.Tensor:  # its result would be lost
-        raise ValueError(_FAKE)
     return Call(kind, tuple(arguments.items()), name, call_site(), count, payload=payload)
 
 
@@ -203,37 +200,3 @@ def channel_and_root(process_set: ProcessSetLike, root_rank: Any) -> tuple[Chann
             f"`root_rank` must be one of the ranks {list(ranks)}, but is {rank} instead. Pass a global rank."
         )
     return channel, rank, ranks.index(rank)
-
-
-def check_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
-    """Return the number of rows for each rank. Raises ValueError unless `splits` fits `size` and `tensor`."""
-    rows = tensor.shape[0]
-    if splits is None:
-        if rows % size:
-            raise ValueError(
-                f"`tensor` must have rows that divide by {size} ranks, but has {rows} instead. Give `splits`."
-            )
-        return [rows // size] * size
-    if isinstance(splits, torch.Tensor):
-        if splits.dtype is not torch.int32 or splits.dim() != 1:
-            raise ValueError(
-                f"`splits` must be a 1-D int32 tensor, but is {splits.dim()}-D {splits.dtype} instead."
-            )
-        splits = splits.tolist()
-    given = items("splits", splits, "a list of whole numbers", "Give the number of rows for each rank.")
-    counts = [integer(f"splits[{place}]", count) for place, count in enumerate(given)]
-    if len(counts) != size or min(counts) < 0 or sum(counts) > rows:
-        raise ValueError(
-            f"`splits` must be {size} numbers of at least 0 with a sum of at most {rows} rows, but is "
-            f"{counts} instead. Give the number of rows for each rank."
-        )
-    return counts
-
-
-def describe_rows(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments for the Call of a collective that moves rows of `tensor`, (n, ...)."""
-    return {
-        "trailing_shape": tuple(tensor.shape[1:]),
-        "dtype": dtype_name(tensor.dtype),
-        "device": tensor.device.type,
-    }

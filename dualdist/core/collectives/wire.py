@@ -100,18 +100,6 @@ def alltoall_rows(
     return from_bytes(output, (sum(received), *tensor.shape[1:]), tensor), received
 
 
-def gather_rows(
-    group: Group, tensor: torch.Tensor, root: int, rows: Sequence[int]
-) -> tuple[torch.Tensor, list[int]]:
-    """Return the rows of all members and their number from each on the member `root`, no rows elsewhere.
-
-    rows: of each member.
-    """
-    splits, received = [0] * group.size, [0] * group.size
-    splits[root] = rows[group.rank]
-    return alltoall_rows(group, tensor, splits, rows, rows if group.rank == root else received)
-
-
 def _alltoall_integers(group: Group, numbers: Sequence[int]) -> list[int]:
     """Send numbers[i] to member i, and return what each member sends to this one."""
     sent = torch.tensor(numbers, dtype=torch.int64, device="cpu")

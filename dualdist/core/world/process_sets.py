@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from ..agreement.call import Call, Data, Kind, call_site
@@ -314,25 +314,24 @@ def checked_process_set(
     return process_set  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def reporting(kind: Kind, process_set: Any = None) -> Iterator[None]:
-    """If the `with` block raises before this rank makes a call of `kind`, let the other ranks raise, too.
+class reporting:  # not a generator, which takes longer
+    """A `with` block before this rank makes a call of `kind`. If it raises, let the other ranks raise, too.
 
     Therefore they do not wait for this rank. Nothing is reported without a world, or on a rank outside the set. If
     `process_set` is no process set, the error is reported to the whole world.
     """
-    try:
-        yield
-    except Exception as error:
-        report(kind, process_set, error)
-        raise
 
+    def __init__(self, kind: Kind, process_set: Any = None) -> None:
+        self._kind, self._process_set = kind, process_set
 
-def report(kind: Kind, process_set: Any, error: Exception) -> None:
-    """Do what `reporting` does when its block raises `error`."""
-    shown_to = process_set if isinstance(process_set, ProcessSetLike) else global_process_set
-    with contextlib.suppress(TypeError, ValueError):
-        channel_of(shown_to).fail(kind, error)
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            known = isinstance(self._process_set, ProcessSetLike)
+            with contextlib.suppress(TypeError, ValueError):
+                channel_of(self._process_set if known else global_process_set).fail(self._kind, error)
 
 
 # torch's DeviceMesh over the joined world, for torch's sharding: fully_shard, parallelize_module and others.
