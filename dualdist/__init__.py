@@ -30,6 +30,7 @@ extensions.register(
     {
         "torch_backend": "dualdist.core.backends.torch:TorchBackend",
         "local_backend": "dualdist.core.backends.local:LocalBackend",
+        "communicators": "dualdist.mpi.process_sets",
         "comm_hook": "dualdist.comm_hooks:checked_comm_hook",
         "compare_start": "dualdist.replicas:warn_of_differences",
         "horovod": "dualdist.horovod",
@@ -39,6 +40,7 @@ extensions.register(
         "part_of_world": "dualdist.mpi.part_of_world:part_of_world",
         "process_manager": "dualdist.exec.export:process_managers_board",
         "shared_memory": "dualdist.shared_memory:share_host",
+        "torch_groups": "dualdist.sharding.meshes",
     }
 )
 

@@ -93,6 +93,7 @@ from .samplers import (
     split_by_rank as split_by_rank,
 )
 from .seeding import seed_everything as seed_everything
+from .sharding.meshes import device_mesh as device_mesh
 from .core.training.optimizer import (
     DistributedOptimizer as DistributedOptimizer,
     SynchronizedOptimizer as SynchronizedOptimizer,
@@ -113,7 +114,6 @@ from .core.world.context import is_initialized as is_initialized
 from .core.world.process_sets import (
     ProcessSet as ProcessSet,
     add_process_set as add_process_set,
-    device_mesh as device_mesh,
     global_process_set as global_process_set,
     remove_process_set as remove_process_set,
 )

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from .core.checks import flag, instance, integer, mapping, wrong
-from .core.world.process_sets import ProcessSetLike, global_process_set, ranks_of_set
+from .core.extensions import extension
+from .core.world.process_sets import ProcessSetLike, checked_process_set, global_process_set
 from .core.world.ranks import rank as own_rank
 from .core.world.ranks import size
 
@@ -55,7 +56,11 @@ def given_or_joined_world(
             raise ValueError(
                 "`num_replicas` and `rank` must be None with `process_set`, but are not. Pass one or the other."
             )
-        ranks = ranks_of_set(process_set)
+        groups = extension("torch_groups")  # whose ranks need no process set here
+        ranks = groups and groups.ranks_of(process_set)
+        ranks = sorted(ranks or checked_process_set(process_set, registered=True).ranks or [])
+        if own_rank() not in ranks:
+            raise ValueError(f"`process_set` must have this rank, {own_rank()}, but has {ranks}.")
         return len(ranks), ranks.index(own_rank())
     num_replicas = size() if num_replicas is None else integer("num_replicas", num_replicas, least=1)
     rank = own_rank() if rank is None else integer("rank", rank)

@@ -1,1 +1,1 @@
-"""MPI: how its processes meet, and a process group of torch.distributed over mpi4py."""
+"""MPI: how its processes meet, communicators, and a process group of torch.distributed over mpi4py."""

@@ -1,1 +1,1 @@
-"""Checkpoints of sharded models (FSDP2, DTensor) by torch.distributed.checkpoint."""
+"""Sharded models (FSDP2, DTensor): meshes of torch, and checkpoints by torch.distributed.checkpoint."""

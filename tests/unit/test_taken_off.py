@@ -37,7 +37,7 @@ NAMES = {
     },
     "samplers": {"DistributedSampler", "elastic", "samplers", "split_by_rank"},
     "seeding": {"seed_everything", "seeding"},
-    "sharding": {"checkpoint", "elastic"},  # which they should not need
+    "sharding": {"device_mesh", "checkpoint", "elastic"},  # which the last two should not need
     "sync_batch_norm": {"SyncBatchNorm"},
     "torch_ddp": {"DistributedDataParallel"},
 }

@@ -9,12 +9,11 @@ import contextlib
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
-from torch.distributed.device_mesh import init_device_mesh
 
 from ...errors import HorovodInternalError, StallError
 from .. import accelerator
@@ -44,35 +43,6 @@ def wrapped() -> Iterator[None]:
 def world_group() -> Any:
     """Return torch's group of the whole world, None if torch.distributed does not run."""
     return dist.group.WORLD if dist.is_initialized() else None
-
-
-TorchRanks: TypeAlias = dist.ProcessGroup | DeviceMesh
-"""What torch calls some of the ranks. A DeviceMesh must have one dimension."""
-
-
-def ranks_of_torch_group(group: Any) -> list[int] | None:
-    """Return the global ranks of a process group of torch, or of a DeviceMesh with one dimension, else None.
-
-    Raises ValueError if this rank is not in it, or torch has destroyed it.
-    """
-    if not isinstance(group, TorchRanks) or (isinstance(group, DeviceMesh) and group.ndim != 1):
-        return None
-    try:
-        return list(
-            dist.get_process_group_ranks(group.get_group() if isinstance(group, DeviceMesh) else group)
-        )
-    except (IndexError, KeyError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{group} must have this rank, and be of the world that is joined.") from error
-
-
-def new_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of all ranks of the default group. Collective over them.
-
-    device: the type of the devices; without a backend of torch for it, as for a GPU over MPI, the mesh is for the CPU.
-    """
-    kind = device if device in adopted_config() else "cpu"
-    with wrapped():
-        return init_device_mesh(kind, shape, mesh_dim_names=names)
 
 
 # What the installed torch was built with, under the names of Horovod's queries. Shared by torch.py and local.py.

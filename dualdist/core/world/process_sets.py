@@ -1,26 +1,25 @@
 """Process sets: collectives over some of the ranks. Names and rules are those of horovod/common/process_sets.py.
 
-And torch's DeviceMesh over the joined world, each dimension of which is a process set, too.
+Communicators of mpi4py, and meshes and groups of torch, can stand for process sets: extensions know their ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ..agreement.call import Call, Data, Kind, call_site
 from ..agreement.channel import Channel
 from ..agreement.matching import Verdict
 from ..backends.base import Group
-from ..backends.torch_interface import DeviceMesh, TorchRanks, new_mesh, ranks_of_torch_group, world_group
-from ..checks import instance, integer, items, text
+from ..checks import instance, integer, items
+from ..extensions import extension, needed
 from .context import current, current_or_inherited, is_initialized
 
+T = TypeVar("T")
 ADD_PROCESS_SET = Kind("add_process_set", "ADD_PROCESS_SET", Data.NONE)
 REMOVE_PROCESS_SET = Kind("remove_process_set", "REMOVE_PROCESS_SET", Data.NONE)
-DEVICE_MESH = Kind("device_mesh", "DEVICE_MESH", Data.NONE)
 
 
 class ProcessSet:
@@ -73,8 +72,14 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
-ProcessSetLike: TypeAlias = ProcessSet | TorchRanks
-"""What the arguments `process_set` may be: a ProcessSet, one dimension of a mesh, or a group of torch."""
+class TorchGroup(Protocol):
+    """A DeviceMesh with one dimension, or a ProcessGroup of torch, for type checkers."""
+
+    def size(self) -> int: ...
+
+
+ProcessSetLike: TypeAlias = ProcessSet | TorchGroup
+"""What the arguments `process_set` may be."""
 
 
 def is_communicator(value: Any) -> bool:
@@ -92,40 +97,6 @@ def _checked_ranks(name: str, ranks: Any) -> list[int]:
     if len(set(checked)) != len(checked):
         raise ValueError(f"`{name}` must not repeat a rank, but is {checked} instead. Name each rank once.")
     return checked
-
-
-def _ranks_of_communicator(comm: Any) -> list[int]:
-    """Return the global ranks of the processes of `comm`, a communicator, in ascending order.
-
-    Raises ValueError if some are not in the world, or MPI did not start the world.
-    """
-    from mpi4py import MPI
-
-    group, world = comm.Get_group(), _mpi_group_of_world(MPI.COMM_WORLD)
-    numbers = current().world
-    if (world.Get_size(), world.Get_rank()) != (numbers.size, numbers.rank):
-        raise ValueError(
-            f"`process_set` must be a list of ranks, because MPI does not have this world of {numbers.size} "
-            f"processes: this process is rank {world.Get_rank()} of {world.Get_size()} in MPI. Start the script with "
-            "mpirun, and without init(rank=)."
-        )
-    ranks = sorted(MPI.Group.Translate_ranks(group, range(group.Get_size()), world))
-    if MPI.UNDEFINED in ranks:
-        raise ValueError(
-            f"`process_set` must be a communicator of processes of this world, but {ranks.count(MPI.UNDEFINED)} of its "
-            f"{len(ranks)} processes are in another one. Split the communicator that was given to init(comm=)."
-        )
-    return ranks
-
-
-def _mpi_group_of_world(comm_world: Any) -> Any:
-    """Return the group of MPI with the processes of the world, in the order of their ranks."""
-    comm: Any = current().arguments.get("comm")
-    if is_communicator(comm):
-        return comm.Get_group()
-    group, size = comm_world.Get_group(), comm_world.Get_size()
-    is_part = comm is not None and len(comm) < size and max(comm) < size
-    return group.Incl(comm) if is_part else group
 
 
 global_process_set = ProcessSet([])
@@ -167,33 +138,28 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         added = _checked(process_set)
     context = current()
 
-    def register(group: Group, verdict: object) -> list[tuple[list[int], int]]:
-        return [(members, context.add_channel(members)) for members in _sets_of_all(group, added)]
+    def add(members: list[int]) -> tuple[list[int], int]:
+        return members, context.add_channel(members)
 
-    for members, set_id in context.channels[0].run(_call(ADD_PROCESS_SET, added), register):
+    for members, set_id in _for_each_set(ADD_PROCESS_SET, added, add):
         registered = added if members == added.ranks else ProcessSet(members)
         registered.process_set_id = set_id
         context.process_sets[set_id] = registered
     return added
 
 
-def _call(kind: Kind, process_set: ProcessSet) -> Call:
-    """Return the call that adds or removes `process_set`. Only lists of ranks must be equal on all ranks."""
-    is_from_mpi = process_set.mpi_comm is not None
-    argument = ("communicator", True) if is_from_mpi else ("process_set", tuple(process_set.ranks or ()))
-    return Call(kind, (argument,), site=call_site())
+def _for_each_set(kind: Kind, process_set: ProcessSet, change: Callable[[list[int]], T]) -> list[T]:
+    """Return `change(ranks)` of each different set that a rank of the world gives, in ascending order. Collective.
 
+    Only those of communicators may differ.
+    """
+    ranks, is_list = process_set.ranks or [], process_set.mpi_comm is None
+    argument = ("process_set", tuple(ranks)) if is_list else ("communicator", True)
 
-def _sets_of_all(group: Group, process_set: ProcessSet) -> list[list[int]]:
-    """Return the ranks of the different process sets that the members of `group`, the world, have given, in order."""
-    ranks = process_set.ranks or []
-    if process_set.mpi_comm is None:
-        return [ranks]
-    members = set(ranks)
-    own = bytes(rank in members for rank in range(group.size))
-    return sorted(
-        [rank for rank, is_member in enumerate(row) if is_member] for row in set(group.allgather_bytes(own))
-    )
+    def execute(group: Group, verdict: Verdict) -> list[T]:
+        return list(map(change, [ranks] if is_list else needed("communicators").sets_of_all(group, ranks)))
+
+    return current().channels[0].run(Call(kind, (argument,), site=call_site()), execute)
 
 
 def _checked(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -205,7 +171,7 @@ def _checked(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     elif not isinstance(added, ProcessSet):
         added = ProcessSet(_checked_ranks("process_set", added))
     if added.mpi_comm is not None:
-        added.ranks = _ranks_of_communicator(added.mpi_comm)
+        added.ranks = needed("communicators").ranks_of(added.mpi_comm)
     ranks = added.ranks or []
     if not ranks or ranks[0] < 0 or ranks[-1] >= context.world.size:
         raise ValueError(
@@ -217,22 +183,6 @@ def _checked(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             f"A process set with ranks {ranks} is registered already; every set must be registered once. Use {use}."
         )
     return added
-
-
-def _process_set_of_ranks(name: str, ranks: Sequence[int]) -> ProcessSet:
-    """Return a process set of `ranks`, for the argument `name`. Collective over `ranks` alone, if no set has them yet.
-
-    Other ranks do not know such a set, so `remove_process_set` does not take it; it lasts as long as the world.
-    """
-    context, own = current(), ProcessSet(ranks)
-    for known in context.process_sets.values():
-        if known.ranks == own.ranks:
-            return known  # type: ignore[no-any-return]
-    if context.world.rank not in ranks:
-        raise ValueError(f"`{name}` must have this rank, {context.world.rank}, but has {own.ranks} instead.")
-    own.process_set_id = context.add_members_channel(own.ranks or [])
-    context.process_sets[own.process_set_id] = own
-    return own
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -249,31 +199,15 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if set_id is None or set_id <= 0 or context.process_sets.get(set_id) is not process_set:
         return False
 
-    def remove(group: Group, verdict: object) -> None:
-        sets = _sets_of_all(group, process_set)
+    def remove(members: list[int]) -> None:
         for number, removed in list(context.process_sets.items()):
-            if number > 0 and removed.ranks in sets:
+            if number > 0 and removed.ranks == members:
                 context.channels.pop(number).close()
                 del context.process_sets[number]
                 removed.process_set_id = None
 
-    context.channels[0].run(_call(REMOVE_PROCESS_SET, process_set), remove)
+    _for_each_set(REMOVE_PROCESS_SET, process_set, remove)
     return True
-
-
-def ranks_of_set(process_set: ProcessSetLike) -> list[int]:
-    """Return the global ranks of the argument `process_set`, in ascending order. Local.
-
-    Raises TypeError, or ValueError if this rank is not among them.
-    """
-    ranks = ranks_of_torch_group(process_set)
-    if ranks is None:
-        ranks = checked_process_set(process_set, registered=True).ranks or []
-    if current_or_inherited().world.rank not in ranks:
-        raise ValueError(
-            f"`process_set` must have this rank, {current_or_inherited().world.rank}, but has {ranks}."
-        )
-    return sorted(ranks)
 
 
 def channel_of(process_set: ProcessSetLike) -> Channel:
@@ -301,9 +235,7 @@ def checked_process_set(
     Collective over its members if it is a mesh dimension or a group of torch whose ranks have no process set yet.
     Raises TypeError, ValueError if this rank is not in the group, BackendUnavailableError if it cannot be connected.
     """
-    ranks = ranks_of_torch_group(process_set)
-    if ranks is not None:
-        return _process_set_of_ranks(name, ranks)
+    process_set = _converted(process_set, name)
     rule = "a ProcessSet, a DeviceMesh of one dimension or a ProcessGroup of torch"
     instance(name, process_set, ProcessSet, rule, "Use add_process_set(ranks), or a dimension: mesh['data'].")
     if registered and process_set.process_set_id is None:
@@ -312,6 +244,14 @@ def checked_process_set(
             "Call add_process_set(), or give it to init(process_sets=)."
         )
     return process_set  # type: ignore[no-any-return]
+
+
+def _converted(value: Any, name: str) -> Any:
+    """Return the process set that `value`, a group of torch, stands for; anything else as it is."""
+    if isinstance(value, ProcessSet) or (groups := extension("torch_groups")) is None:
+        return value
+    ranks = groups.ranks_of(value)
+    return value if ranks is None else groups.process_set_of(ranks, name)
 
 
 class reporting:  # not a generator, which takes longer
@@ -329,66 +269,7 @@ class reporting:  # not a generator, which takes longer
 
     def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception):
-            known = isinstance(self._process_set, ProcessSetLike)
             with contextlib.suppress(TypeError, ValueError):
-                channel_of(self._process_set if known else global_process_set).fail(self._kind, error)
-
-
-# torch's DeviceMesh over the joined world, for torch's sharding: fully_shard, parallelize_module and others.
-
-
-def device_mesh(shape: Sequence[int] | None = None, names: Sequence[str] = ("data",)) -> DeviceMesh:
-    """Return a DeviceMesh of torch over the joined world, in the order of the ranks. Collective over the world.
-
-        mesh = hvd.device_mesh()                                                # fully_shard(model, mesh=mesh)
-        mesh = hvd.device_mesh((hvd.size() // 4, 4), ("replicate", "shard"))    # HSDP: shards on 4 neighbours
-
-    Its groups are those of torch.distributed, on every backend. With Horovod they are beside Horovod: over Gloo, and
-    over NCCL if Horovod has it. What takes a `process_set` also takes one dimension, such as `mesh["shard"]`.
-
-    Args:
-        shape: the number of ranks in each dimension. Neighbours in the last dimension have adjacent ranks. None: one
-            dimension with all ranks.
-        names: of the dimensions.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong, or the product of `shape` is not the size of the world.
-        CollectiveMismatchError: the arguments differ between ranks.
-        NotInitializedError: before `init()`.
-    """
-    context = current()
-    with reporting(DEVICE_MESH):
-        sizes, labels = _checked_mesh(shape, names, context.world.size)
-    arguments = ("shape", sizes), ("names", labels)
-
-    def make(group: Group, verdict: Verdict) -> DeviceMesh:
-        context.backend.open_process_group()  # dualdist.compat's `init` leaves it out
-        return new_mesh(context.device.type, sizes, labels)
-
-    return context.channels[0].run(Call(DEVICE_MESH, arguments, site=call_site()), make)
-
-
-def _checked_mesh(shape: object, names: object, world_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return both arguments as tuples. Raises as `device_mesh` does."""
-    fix = "Pass one for each dimension, such as ('replicate', 'shard')."
-    labels = tuple(text("names", name, fix) for name in items("names", names, "a list of strings", fix))
-    rule, fix = "a list of whole numbers, one for each name", f"The world has {world_size} ranks."
-    given = [world_size] if shape is None else items("shape", shape, rule, fix)
-    sizes = tuple(integer(f"shape[{place}]", number, least=1, fix=fix) for place, number in enumerate(given))
-    if math.prod(sizes) != world_size:
-        raise ValueError(
-            f"`shape` must have the product {world_size}, the number of ranks, but is {sizes} instead. "
-            "Compute it from hvd.size()."
-        )
-    if len(set(labels)) != len(sizes) or len(labels) != len(sizes):
-        raise ValueError(
-            f"`names` must be {len(sizes)} different strings, one for each dimension of `shape`, but is {labels} "
-            "instead."
-        )
-    group = world_group()
-    if group is not None and group.size() != world_size:
-        raise ValueError(
-            f"torch's default group must have the {world_size} ranks of the world, but has {group.size()} instead: "
-            "the program has made it. Leave it to init()."
-        )
-    return sizes, labels
+                members = _converted(self._process_set, "process_set")
+                members = members if isinstance(members, ProcessSet) else global_process_set
+                channel_of(members).fail(self._kind, error)
