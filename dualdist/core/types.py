@@ -98,14 +98,5 @@ class Settings:
     """If the other ranks wait this share of a minute longer than one rank, rank 0 logs it; 1: never."""
     start_timeout_seconds: float = 60.0
     """How long `init` waits for another rank, from the arrival of the first."""
-    shared_memory: bool = True
-    """Whether this rank shares memory with those of its host (shared_memory), if they may, too."""
-    compare_start: bool = True
-    """Whether ranks compare their parameters and options when they first combine gradients."""
-    timeline: str | None = None
-    """The path of the timeline (observation/timeline.py); None to write none."""
-    timeline_mark_cycles: bool = False
-    dump_folder: str | None = None
-    """Where ranks write what they do (observation/dump.py); None for a folder of the job below the temporary folder."""
-    summary: str | None = None
-    """Where ranks write how they spent their time (observation/usage.py); "1": to stderr, None: nowhere."""
+    env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """The environment at `init`, in which each part beside the core finds its own settings."""

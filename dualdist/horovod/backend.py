@@ -303,7 +303,7 @@ class HorovodBackend(Backend):
                 "again."
             )
         if cls.is_running():
-            if settings.timeline is not None:  # Horovod writes to the same file
+            if env.get("HOROVOD_TIMELINE", "") not in ("", "DYNAMIC"):  # Horovod writes to the same file
                 hvd.stop_timeline()
             return cls(launch, settings, env, None, None, adopted=True)
         if transport is not None:
@@ -429,7 +429,7 @@ class HorovodBackend(Backend):
             self._nodes,
             self.store,
             timeout,
-            may_share=self._settings.shared_memory,
+            self._settings.env,
         )
         self._on_shutdown.callback(made.close)
         return made

@@ -50,7 +50,7 @@ class Dump:
     def __init__(self, watch: StallWatch, folder: str | None, job: str) -> None:
         """From now on, write the file when `watch` or SIGUSR2 asks for it.
 
-        folder: None for one below the temporary folder. job: the same text on all ranks, and in no other world.
+        folder: None or "" for one below the temporary folder. job: the same text on all ranks, and in no other world.
         """
         self._watch = watch
         self._world = hashlib.sha256(job.encode() if watch.size > 1 else os.urandom(8)).hexdigest()[:8]

@@ -27,6 +27,7 @@ from torch.autograd.profiler import record_function
 
 from ..core.agreement.call import Call, Data
 from ..core.backends.base import Backend, Work
+from ..core.launch.environment import is_on
 from ..errors import ConfigurationError, logger
 
 # A Chrome trace on disk, which is valid JSON after every write.
@@ -170,6 +171,11 @@ class Timeline:
                 f"The timeline must be a file that can be written, but is {path!r} instead: {error.strerror}. "
                 "Choose another one in HOROVOD_TIMELINE or start_timeline()."
             ) from error
+
+    def open_if_asked(self, env: Mapping[str, str]) -> None:
+        """Open what Horovod's variables in `env` ask for. DYNAMIC means that the script will call start_timeline()."""
+        if env.get("HOROVOD_TIMELINE", "") not in ("", "DYNAMIC"):
+            self.open(env["HOROVOD_TIMELINE"], is_on(env, "HOROVOD_TIMELINE_MARK_CYCLES"))
 
     def close(self) -> None:
         """Close the file, if one is open."""

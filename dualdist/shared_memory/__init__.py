@@ -13,13 +13,14 @@ import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
 
 from ..core.backends.base import Exchange, Group, Work, plain
 from ..core.backends.torch_groups import connected
+from ..core.launch.environment import is_on
 from ..core.meeting.links import Address, Listener
 from ..errors import HorovodInternalError, logger
 from .collectives import CollectiveQueue, CollectiveSteps, Rounds
@@ -214,8 +215,7 @@ def share_host(
     timeout: float,
     count: int,
     connect: Callable[[str, Sequence[int]], Group],
-    *,
-    may_share: bool = True,
+    env: Mapping[str, str],
 ) -> list[Group]:
     """Return `count` groups over `ranks` for tensors on the CPU, which use shared memory within each host.
 
@@ -227,7 +227,7 @@ def share_host(
         exchange: of the members.
         timeout: seconds until a collective fails.
         connect: connect(name, ranks) returns a group over `ranks` that uses the network, collective over these alone.
-        may_share: whether this process uses shared memory.
+        env: with DUALDIST_SHARED_MEMORY, which says whether this process uses shared memory.
     """
     hosts: dict[str, list[int]] = {}
     for member in ranks:
@@ -235,6 +235,7 @@ def share_host(
     neighbours = hosts[nodes[rank]]
     shared: list[tuple[Mesh, Memory]] = []
     if len(hosts) < len(ranks):
+        may_share = is_on(env, "DUALDIST_SHARED_MEMORY", True)
         shared = _share_memory(ranks, rank, neighbours, exchange, timeout, count, may_share)
     if shared and len(hosts) == 1:
         return [HostGroup(ranks, rank, Rounds(*one), timeout) for one in shared]

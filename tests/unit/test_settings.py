@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dualdist.core.launch.environment import read_settings
+from dualdist.core.launch.environment import is_on, read_settings
 from dualdist.core.types import NEVER_SECONDS, Settings
 from dualdist.errors import ConfigurationError
 
@@ -69,8 +69,7 @@ def test_horovods_seconds_must_be_numbers(name: str, value: str) -> None:
     assert repr(value) in str(caught.value)
 
 
-def test_the_timeline_has_the_names_of_horovod() -> None:
-    assert read_settings({"HOROVOD_TIMELINE": "trace.json"}).timeline == "trace.json"
-    assert read_settings({"HOROVOD_TIMELINE": ""}).timeline is None
-    assert read_settings({"HOROVOD_TIMELINE_MARK_CYCLES": "1"}).timeline_mark_cycles
-    assert not read_settings({"HOROVOD_TIMELINE_MARK_CYCLES": "0"}).timeline_mark_cycles
+def test_a_switch_is_on_unless_it_is_0() -> None:
+    values: list[dict[str, str]] = [{"X": "1"}, {"X": "yes"}, {"X": "0"}, {"X": ""}, {}]
+    assert [is_on(env, "X") for env in values] == [True, True, False, False, False]
+    assert [is_on(env, "X", True) for env in values] == [True, True, False, True, True]

@@ -128,7 +128,7 @@ def test_a_group_of_some_ranks_does_not_split_the_communicator_of_all(
         seen.extend([world.bound_device_id, device_id, options["use_local_synchronization"]])
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    groups = TorchGroups(0, CUDA, device, ["a"], dist.HashStore(), timedelta(minutes=1), may_share=False)
+    groups = TorchGroups(0, CUDA, device, ["a"], dist.HashStore(), timedelta(minutes=1), {})
     groups.make([0], 1, lambda text: [text], among_members=True)
     assert seen == [None, device, True]
     assert world.bound_device_id == device

@@ -151,7 +151,7 @@ class TorchBackend(Backend):
             shared.addresses.nodes,
             shared.store,
             self._timeout,
-            may_share=settings.shared_memory,
+            settings.env,
         )
         self._meeting = meeting
         self._on_shutdown = contextlib.ExitStack()

@@ -371,15 +371,14 @@ class TorchGroups:
         nodes: Sequence[str],
         store: dist.Store,
         timeout: timedelta,
-        *,
-        may_share: bool,
+        env: Mapping[str, str],
     ) -> None:
         """config: which of torch's backends carries the tensors of which device. device: to which it is bound.
 
-        nodes: the host of each rank. timeout: of collectives. may_share: whether this rank uses shared memory.
+        nodes: the host of each rank. timeout: of collectives. env: with the settings.
         """
         self._rank, self._config, self._device, self._nodes = rank, config, device, nodes
-        self._store, self._timeout, self._may_share = store, timeout, may_share
+        self._store, self._timeout, self._env = store, timeout, env
         self._is_direct = [*config] == ["cpu"] and config["cpu"] in _DIRECT_KINDS
         self._groups: list[Group] = []
 
@@ -400,9 +399,7 @@ class TorchGroups:
             made = connected(ranks, exchange, count, self._connect)[1]
         else:  # without torch's default group, and on one host also without connections
             place, seconds = (self._rank, self._nodes), self._timeout.total_seconds()
-            made = share_host(
-                ranks, *place, exchange, seconds, count, self._connect, may_share=self._may_share
-            )
+            made = share_host(ranks, *place, exchange, seconds, count, self._connect, self._env)
         self._groups += made
         return made
 

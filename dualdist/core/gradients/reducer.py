@@ -32,6 +32,7 @@ from ..collectives.join import after_join
 from ..collectives.reduction import reduction_dtype, scale_
 from ..collectives.sparse import add_sparse, sum_sparse
 from ..extensions import extension
+from ..launch.environment import is_on
 from ..types import Average, Sum
 from ..world.context import current
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
@@ -78,6 +79,10 @@ def _forget_world(backend: Backend) -> None:
 def _compare_starts() -> None:
     for member in _members.get(global_process_set.process_set_id, ()):
         member.compare_start()
+
+
+def _compares_starts() -> bool:
+    return is_on(current().settings.env, "DUALDIST_COMPARE_START", True)
 
 
 def _contribute_nothing(call: Call, group: Group, verdict: Verdict) -> None:
@@ -232,7 +237,7 @@ class Reducer:
         options: new ones, not yet in use. None: those in use. Raises CollectiveMismatchError if the ranks differ.
         """
         options = options or self.options
-        start = ("compare_start", current().settings.compare_start)
+        start = ("compare_start", _compares_starts())
         call = Call(options.kind, (*options.describe(params), start), site=call_site())
         self._channel.run(call, lambda group, verdict: self._connect(params, options))
         if not self.is_known:
@@ -259,7 +264,7 @@ class Reducer:
 
     def compare_start(self) -> None:
         """Compare the parameters of all ranks after the next reduction. Call it at the same place on all ranks."""
-        self._compares_start = current().settings.compare_start
+        self._compares_start = _compares_starts()
 
     def register_comm_hook(self, hook: CommHook) -> None:
         """Combine gradients by `hook`. Collective, and raises, as `enter_world` does; in an elastic job later."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ...errors import ConfigurationError
 from ..checks import configuration, integer, text, wrong
 from ..types import Launch
-from .environment import without_copies
+from .environment import is_on, without_copies
 from .launchers import LAUNCHERS, MARKS, NAMED_BY, OUTERMOST, SITE, Launcher, Mark
 
 _BY_HAND = ("env", SITE)
@@ -219,7 +219,7 @@ def _read(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None = Non
         local_size,
         MappingProxyType({field: name for field, name in names.items() if name}),
         elastic=any(_is_set(env, marker) for marker in launcher.elastic),
-        restarts=any(env.get(name, "") not in ("", "0") for name in launcher.restarts),
+        restarts=any(is_on(env, name) for name in launcher.restarts),
         starts_mpi=any(env.get(name) for name in launcher.starts_mpi),
         starts_horovod=launcher.starts_horovod,
     )

@@ -207,21 +207,12 @@ def read_settings(env: Mapping[str, str]) -> Settings:
     warn = _stall_seconds(env, "DUALDIST_STALL_WARN_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS")
     timeout = _stall_seconds(env, "DUALDIST_STALL_TIMEOUT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
     start, share = "DUALDIST_START_TIMEOUT_SECONDS", "DUALDIST_SLOW_WARN_SHARE"
-    timeline = env.get("HOROVOD_TIMELINE", "")
     return Settings(
-        stall_warn_seconds=warn or Settings.stall_warn_seconds,
-        stall_timeout_seconds=timeout or Settings.stall_timeout_seconds,
-        slow_warn_share=_read_number(
-            share, env.get(share, Settings.slow_warn_share), "positive", "at most 1", 1.0
-        ),
-        start_timeout_seconds=_read_number(start, env.get(start, Settings.start_timeout_seconds), "positive"),
-        shared_memory=env.get("DUALDIST_SHARED_MEMORY", "1") != "0",
-        compare_start=env.get("DUALDIST_COMPARE_START", "1") != "0",
-        # Horovod's DYNAMIC means that the script will call start_timeline().
-        timeline=None if timeline in ("", "DYNAMIC") else timeline,
-        timeline_mark_cycles=env.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"),
-        dump_folder=env.get("DUALDIST_DUMP_DIR") or None,
-        summary=None if env.get("DUALDIST_SUMMARY", "0") in ("", "0") else env["DUALDIST_SUMMARY"],
+        warn or Settings.stall_warn_seconds,
+        timeout or Settings.stall_timeout_seconds,
+        number_in(env, share, Settings.slow_warn_share, unit="at most 1", most=1.0),
+        number_in(env, start, Settings.start_timeout_seconds),
+        env,
     )
 
 
@@ -231,15 +222,27 @@ def _stall_seconds(env: Mapping[str, str], name: str, horovods: str) -> float:
     Horovod's values are those of horovod/common/utils/env_parser.cc:120. Its shutdown time is 0 for never.
     """
     if name in env:
-        return _read_number(name, env[name], "positive")
-    if env.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
+        return number_in(env, name)
+    if is_on(env, "HOROVOD_STALL_CHECK_DISABLE"):
         return NEVER_SECONDS
-    return _read_number(horovods, env[horovods], "non-negative") if env.get(horovods) else 0.0
+    return number_in(env, horovods, rule="non-negative") if env.get(horovods) else 0.0
 
 
-def _read_number(
-    name: str, text: str | float, rule: str, unit: str = "seconds", most: float = 1e308
+def is_on(env: Mapping[str, str], name: str, default: bool = False) -> bool:
+    """Return whether the variable `name` is not 0. If it is empty or absent, return `default`."""
+    return env[name] != "0" if env.get(name) else default
+
+
+def number_in(
+    env: Mapping[str, str],
+    name: str,
+    default: float = math.nan,
+    rule: str = "positive",
+    unit: str = "seconds",
+    most: float = 1e308,
 ) -> float:
+    """Return the number in the variable `name`, else `default`. Raises ConfigurationError if it breaks `rule`."""
+    text = env.get(name, default)
     try:
         number = float(text)
     except ValueError:

@@ -35,7 +35,7 @@ from ..backends import choose
 from ..backends.base import Backend, Exchange, Group
 from ..extensions import extension
 from ..launch import DeviceView, choose_devices, launch_from, nodes, topology
-from ..launch.environment import add_copies, remove_copies, torchrun_variables
+from ..launch.environment import add_copies, is_on, remove_copies, torchrun_variables
 from ..meeting import mpi_size
 from ..meeting.addresses import own_node
 from ..meeting.server import reserved_port
@@ -162,11 +162,10 @@ class Context:
             if backend.runs_ahead:
                 self.watch.check = self.check_peers
             self._undo.callback(self.watch.usage.measure_loading())
-            if settings.summary is not None:
+            if is_on(settings.env, "DUALDIST_SUMMARY"):
                 total = functools.partial(self.watch.usage.total, backend.rank, backend.size)
-                self._undo.callback(lambda where: write(total(), where), settings.summary)
-            if settings.timeline is not None:
-                self.timeline.open(settings.timeline, settings.timeline_mark_cycles)
+                self._undo.callback(lambda where: write(total(), where), settings.env["DUALDIST_SUMMARY"])
+            self.timeline.open_if_asked(settings.env)
         except BaseException:
             self.close()
             raise
@@ -281,7 +280,7 @@ class Context:
         answers = joined.start_step(lambda: group.allgather_bytes(report))
         ranks: list[Presence] = [pickle.loads(answer) for answer in answers]
         self.watch.start([rank.contact for rank in ranks if rank.contact is not None])
-        self.dump = Dump(self.watch, self.settings.dump_folder, repr(ranks[0].contact))
+        self.dump = Dump(self.watch, self.settings.env.get("DUALDIST_DUMP_DIR"), repr(ranks[0].contact))
         self._undo.callback(self.dump.close)
         self.hosts = [rank.host for rank in ranks]
         if (mpi := extension("mpi")) is not None:
