@@ -35,10 +35,12 @@ extensions.register(
         "compare_start": "dualdist.replicas:warn_of_differences",
         "horovod": "dualdist.horovod",
         "horovod_backend": "dualdist.horovod.backend:HorovodBackend",
+        "horovods_store": "dualdist.horovod.http_store",
         "mpi": "dualdist.mpi.meeting",
         "mpi_transport": "dualdist.mpi.transport",
         "part_of_world": "dualdist.mpi.part_of_world:part_of_world",
         "process_manager": "dualdist.exec.export:process_managers_board",
+        "sharding": "dualdist.sharding.checkpoints",
         "shared_memory": "dualdist.shared_memory:share_host",
         "torch_groups": "dualdist.sharding.meshes",
     }

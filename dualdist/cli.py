@@ -18,32 +18,38 @@ from . import __version__
 from .errors import ConfigurationError
 
 _COMMANDS = {
-    "doctor": ("doctor.command", "show what was detected, and which backends and transports can start here"),
-    "exec": ("exec.command", "under any launcher: become a torch script, with all variables of torchrun"),
+    "doctor": (
+        "dualdist.doctor.command",
+        "show what was detected, and which backends and transports can start here",
+    ),
+    "exec": (
+        "dualdist.exec.command",
+        "under any launcher: become a torch script, with all variables of torchrun",
+    ),
     "hang": (
-        "observation.hang",
+        "dualdist.observation.hang",
         "say which rank the others wait for, from the files that ranks write when a call fails or stalls",
     ),
     "install-horovod": (
-        "horovod.install",
+        "dualdist.horovod.install",
         "build Horovod 0.28.1 for the torch of this environment, and install it",
     ),
     "migrate": (
-        "migrate.command",
+        "dualdist.migrate.command",
         "say what a script of Horovod, DDP or mpi4py needs to run with dualdist, and change it",
     ),
     "parity": (
-        "parity.command",
+        "dualdist.parity.command",
         "run a training script in two ways, and say where and why they first differ",
     ),
     "report": (
-        "observation.report",
+        "dualdist.observation.report",
         "show how the ranks of a run spent their time, and for which rank the others waited",
     ),
-    "run": ("processes.command", "start a command in several processes, on one or more hosts"),
+    "run": ("dualdist.processes.command", "start a command in several processes, on one or more hosts"),
 }
-"""Subcommand -> its module below dualdist, and what it does."""
-PIPE_CODE = 141
+"""Subcommand -> its module, and what it does."""
+_PIPE_CODE = 141
 """The exit code by which a shell reports SIGPIPE: the reader of the output has closed it."""
 
 
@@ -73,23 +79,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             module, command = _load(given.command)
             return int(module.execute(command.parse_args(words[1:])))
         finally:
+            _drop_lost(sys.stderr)
             sys.stdout.flush()
     except ConfigurationError as error:
         reason = str(error)
     except OSError as error:
         _drop_lost(sys.stdout)
         if isinstance(error, BrokenPipeError):
-            return PIPE_CODE
+            return _PIPE_CODE
         reason = str(error)
-    warn(f"dualdist {words[0]}: {reason}\n")
-    return 2
-
-
-def warn(text: str) -> None:
-    """Write to standard error, if it can be written."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(text)
+        sys.stderr.write(f"dualdist {words[0]}: {reason}\n")
     _drop_lost(sys.stderr)
+    return 2
 
 
 def _drop_lost(stream: TextIO) -> None:
@@ -102,7 +104,7 @@ def _drop_lost(stream: TextIO) -> None:
 
 def _load(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
     """Return the module of the subcommand `name`, and its parser."""
-    module = importlib.import_module(f"dualdist.{_COMMANDS[name][0]}")
+    module = importlib.import_module(_COMMANDS[name][0])
     parser = argparse.ArgumentParser(
         prog=f"dualdist {name}",
         description=module.__doc__,

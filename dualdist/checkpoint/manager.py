@@ -26,12 +26,12 @@ from ..core.checks import flag, integer, items, number, wrong
 from ..core.checks import path as checked_path
 from ..core.collectives.allreduce import ALLREDUCE, allreduce
 from ..core.collectives.objects import ALLGATHER_OBJECT, on_all_ranks
+from ..core.extensions import needed
 from ..core.process_exit import at_exit
 from ..core.types import Max
 from ..core.world.process_sets import reporting
 from ..errors import CheckpointError, DamagedCheckpointError, logger
 from ..rooted_collectives import GATHER_OBJECT
-from ..sharding.checkpoints import REST, FolderCatalog, Shards, check_part_names, is_foreign, is_sharded
 from .catalog import Catalog, Find, this_job
 from .contents import HostCopy, check_state, few, on_host
 from .format import Manifest, make_manifest
@@ -318,7 +318,7 @@ class CheckpointManager:
                     )
                 self._random = {_RANDOM: RandomState()}
             if flag("sharded", sharded):
-                check_part_names(state)
+                needed("sharding").check_part_names(state)
             return {
                 "every_steps": every_steps,
                 "every_seconds": every_seconds,
@@ -340,9 +340,11 @@ class CheckpointManager:
         self._agrees = asynchronous or bool(signals) or every_seconds is not None
         """Whether one rank may know of an event that the others do not see: a signal, a failed save, a late one."""
         rated = best and (*best, keep_best)
-        self._catalog = (FolderCatalog if sharded else Catalog)(Path(directory), keep, rated)
+        sharding = needed("sharding") if sharded else None
+        kind = Catalog if sharding is None else sharding.FolderCatalog
+        self._catalog: Catalog = kind(Path(directory), keep, rated)
         self._job = from_writer(self._open)
-        self._shards = Shards(state, self._catalog) if isinstance(self._catalog, FolderCatalog) else None
+        self._shards = sharding and sharding.Shards(state, self._catalog)
         self._signals = SignalWatch(signals)
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
@@ -423,12 +425,12 @@ class CheckpointManager:
         Checkpoints saved later count as newer than all in the folder. Errors as for `checkpoint.load`. With `sharded`,
         it may be a folder of torch.distributed.checkpoint that another program has written; `steps` then stays.
         """
-        if self._shards is not None and from_writer(lambda: is_foreign(path)):
+        if self._shards is not None and from_writer(lambda: self._shards.is_foreign(path)):
             self.wait()
             self._shards.fit(Path(path), strict=strict, partial=partial)()
         else:
-            part = "" if self._shards is None else REST
-            self._restore(lambda file: read_into(path, file, part), strict, partial, skips=False)
+            find = functools.partial(read_into, path, file_of=self._catalog.file_of)
+            self._restore(find, strict, partial, skips=False)
         self._saved_step = None
 
     def close(self) -> None:
@@ -532,9 +534,7 @@ class CheckpointManager:
 
     def _everything(self) -> ChainMap[str, Any]:
         """Return all that is not saved in parts. Restoring sets plain values in the first mapping."""
-        state = self._state
-        if self._shards is not None:
-            state = {name: value for name, value in state.items() if not is_sharded(value)}
+        state = self._state if self._shards is None else self._shards.others
         return ChainMap(state, self._random)  # type: ignore[arg-type]
 
     def _restore(self, find: Find, strict: bool, partial: bool, skips: bool = True) -> Manifest | None:

@@ -298,14 +298,16 @@ def load(
     return values
 
 
-def read_into(path: str | os.PathLike[str], file: MemoryFile, part: str = "") -> CatalogEntry:
+def read_into(
+    path: str | os.PathLike[str], file: MemoryFile, file_of: Callable[[Path], Path] = lambda path: path
+) -> CatalogEntry:
     """Copy the checkpoint `path` into `file`, and return its entry. Raises CheckpointError when it is damaged.
 
-    part: what to copy of a folder.
+    file_of: as that of a Catalog.
     """
     checked = checked_path("path", path)
     try:
-        return CatalogEntry(checked, copy_verified(checked / part, file.append))
+        return CatalogEntry(checked, copy_verified(file_of(checked), file.append))
     except OSError as error:
         raise CheckpointError(f"`path` could not be read as a checkpoint: {error}.") from error
 

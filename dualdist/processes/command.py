@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..cli import PIPE_CODE, warn
 from ..core.backends import DEFAULT_BACKEND, DISTRIBUTED_BACKENDS, HOROVOD_BACKENDS, TRANSPORTS
 from ..core.launch import DUALDIST_RUN, detect
 from ..core.types import NEVER_SECONDS
@@ -283,9 +282,10 @@ def execute(args: argparse.Namespace) -> int:
     try:
         return run_job(options, os.environ)
     except BrokenPipeError:
-        return PIPE_CODE
+        raise  # the exit code is that of SIGPIPE
     except OSError as error:
-        warn(f"dualdist run: {error}; all processes have ended.\n")
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"dualdist run: {error}; all processes have ended.\n")
         return 1
 
 

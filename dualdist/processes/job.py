@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from ..core.extensions import extension, needed
 from ..core.launch import DUALDIST_RUN, topology
 from ..core.launch.environment import (
     OF_LAUNCHER,
@@ -35,8 +36,6 @@ from ..core.meeting.addresses import INTERFACE, LOOPBACK, interface_of
 from ..core.meeting.server import MeetingServer, reserved_port
 from ..core.types import World
 from ..errors import ConfigurationError
-from ..horovod import CHILDREN_FOLDER, is_installed
-from ..horovod.http_store import HttpStore, horovods_scopes
 from .agent import ENDED, ENDING_SIGNALS, LOST, PASSED_SIGNALS, STARTED, STDERR, STDOUT, grace_of
 from .agent_connection import AGENT_COMMAND, Event, HostJob, Supervisor, describe_exit
 from .hosts import DEFAULT_STARTER, Host, address_of, address_towards, agent_command, assign, is_local
@@ -182,9 +181,10 @@ def _serve_unchanged_scripts(
         else:
             port = _LOWEST_PORT + secrets.randbelow(_PORTS)
         rendezvous = interface = None
-        if is_installed():
+        if (horovod := extension("horovod")) is not None and horovod.is_installed():
             interface = interface_of(address) if address == LOOPBACK else None
-            store = stack.enter_context(HttpStore(address, horovods_scopes(hosts, worlds)))
+            http = needed("horovods_store")
+            store = stack.enter_context(http.HttpStore(address, http.horovods_scopes(hosts, worlds)))
             rendezvous = store.host, store.port
         agent = agent_variables(OF_LAUNCHER + secrets.token_hex(8), {**env, **given})
         yield [
@@ -199,11 +199,11 @@ def _serve_unchanged_scripts(
 
 def _with_alias(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env`, in which `import horovod` imports dualdist.compat if Horovod is not installed."""
-    found = dict(env)
-    if not is_installed():
-        folders = [*filter(None, [env.get("PYTHONPATH")]), CHILDREN_FOLDER]
-        found["PYTHONPATH"] = os.pathsep.join(folders)
-    return found
+    horovod = extension("horovod")
+    if horovod is None or horovod.is_installed():
+        return dict(env)
+    folders = [*filter(None, [env.get("PYTHONPATH")]), horovod.CHILDREN_FOLDER]
+    return {**env, "PYTHONPATH": os.pathsep.join(folders)}
 
 
 # A running job.

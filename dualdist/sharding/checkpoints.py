@@ -237,6 +237,17 @@ class Shards:
 
         return load
 
+    @staticmethod
+    def is_foreign(path: str | os.PathLike[str]) -> bool:
+        """Return whether another program has written the folder `path` by DCP."""
+        folder = checked_path("path", path)
+        return (folder / ".metadata").exists() and not (folder / REST).exists()
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """What is not saved in parts."""
+        return {name: value for name, value in self._state.items() if not is_sharded(value)}
+
     @property
     def _objects(self) -> dict[str, Any]:
         return {name: value for name, value in self._state.items() if is_sharded(value)}
@@ -285,9 +296,3 @@ def checksums(folder: Path, names: list[str]) -> dict[str, int]:
                 crc = zlib.crc32(piece, crc)
         sums[name] = crc
     return sums
-
-
-def is_foreign(path: str | os.PathLike[str]) -> bool:
-    """Return whether another program has written the folder `path` by DCP."""
-    folder = checked_path("path", path)
-    return (folder / ".metadata").exists() and not (folder / REST).exists()

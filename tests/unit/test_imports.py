@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import re
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import dualdist
 from dualdist.core.launch import launchers
+from dualdist.core.types import Settings
 
 PACKAGE = Path(dualdist.__file__).parent
 
@@ -43,19 +45,31 @@ FROM_CORE = {
 }
 """Modules of the core -> what they still import of the rest. It must become empty."""
 
+SETTINGS_OF_OTHERS = {"slow_warn_share"}
+"""Fields of the core's Settings that are of a part beside the core. It must become empty."""
+
+CIRCLES = [["compat", "compat.common"]]
+"""Modules that lead to each other, because the first names the second in a string. It must become empty."""
+
 BETWEEN_OTHERS = {
     "__main__": {"cli"},
-    "checkpoint": {"rooted_collectives", "sharding"},
-    "compat": {"elastic", "horovod", "sync_batch_norm"},
-    "doctor": {"exec", "mpi"},
+    "checkpoint": {"rooted_collectives"},  # the states of all ranks are gathered on the writer
+    "cli": {"doctor", "exec", "horovod", "migrate", "observation", "parity", "processes"},  # its commands
+    "compat": {"elastic", "horovod", "sync_batch_norm"},  # Horovod's names, also while it is installed
+    "doctor": {"exec", "mpi"},  # --world starts MPI, and shows the NUMA nodes of devices
     "elastic": {"checkpoint", "samplers"},
-    "horovod": {"mpi"},
-    "migrate": {"compat"},
-    "parity": {"checkpoint", "compat", "observation", "processes"},
-    "processes": {"cli", "horovod"},
+    "exec": {"compat"},  # the option --compat
+    "horovod": {"mpi"},  # on the transport mpi, ranks meet and end as MPI's launcher expects it
+    "migrate": {"compat", "elastic"},  # the table of Horovod's names, and where dualdist has them
+    "parity": {
+        "checkpoint",
+        "compat",
+        "observation",
+        "processes",
+    },  # names of weights, -np, the figures of report
     "sharding": {"checkpoint"},
 }
-"""A folder or file outside of the core -> the others of them that it imports."""
+"""A folder or file outside of the core -> the others of them that it imports, or names in a string."""
 
 WITHOUT_TORCH = {
     "core.launch",
@@ -107,7 +121,25 @@ def imports_of(name: str, modules: dict[str, Path]) -> tuple[set[str], set[str]]
             for alias in node.names:
                 target = ".".join([*origin, alias.name])
                 inside.add(target if target in modules else ".".join(origin) or "__init__")
-    return inside, outside
+    return inside | (named_in_strings(path, modules) if name != "__init__" else set()), outside
+
+
+def named_in_strings(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Return the modules of the package that strings name, as dualdist.x.y or dualdist.x.y:z. Names of calls do not."""
+    nodes = parsed(path)
+    of_calls = {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "name"}
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in of_calls]
+    found = [re.fullmatch(r"dualdist\.([\w.]+)(:\w+)?", text) for text in texts if isinstance(text, str)]
+    return {match[1] for match in found if match is not None and match[1] in modules}
+
+
+def points_of(path: Path) -> Iterator[str]:
+    """Yield the extension points that a module asks for, * for what follows from a variable."""
+    for node in parsed(path):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("needed", "extension"):
+            point = node.args[0]
+            parts = point.values if isinstance(point, ast.JoinedStr) else [point]
+            yield "".join(part.value if isinstance(part, ast.Constant) else "*" for part in parts)
 
 
 def room_of(name: str) -> str:
@@ -193,8 +225,18 @@ def test_a_kind_of_calls_is_defined_where_they_are_made() -> None:
         assert read.issuperset(rows), name
 
 
+def test_the_core_names_no_part_beside_it_but_asks_at_points() -> None:
+    points = set(re.findall(r'^        "(\w+)": "dualdist\.', MODULES["__init__"].read_text(), re.MULTILINE))
+    asked = {point for name in MODULES if name != "core.extensions" for point in points_of(MODULES[name])}
+    assert asked - {"*_backend"} == {point for point in points if not point.endswith("_backend")}
+    loaders = [name for name in MODULES if "import_module(f" in MODULES[name].read_text()]
+    assert loaders == ["__init__"], "name the whole module: then the checks see it"
+    own = {"stall_warn_seconds", "stall_timeout_seconds", "start_timeout_seconds", "env"}
+    assert {field.name for field in dataclasses.fields(Settings)} - SETTINGS_OF_OTHERS == own
+
+
 def test_no_module_imports_itself_through_others() -> None:
-    assert not cycles({name: imports_of(name, MODULES)[0] for name in MODULES})
+    assert cycles({name: imports_of(name, MODULES)[0] for name in MODULES}) == CIRCLES
 
 
 def test_only_backends_and_launch_compare_with_names_of_backends_and_launchers() -> None:

@@ -26,7 +26,6 @@ NAMES = {
     "checkpoint": {"checkpoint", "elastic"},
     "comm_hooks": {"CommHookState"},
     "elastic": {"elastic"},
-    "horovod": {"run", "spawn"},  # which they should not need
     "lr": {"lr"},
     "metrics": {"metrics"},
     "processes": {"run", "spawn"},
@@ -37,7 +36,7 @@ NAMES = {
     },
     "samplers": {"DistributedSampler", "elastic", "samplers", "split_by_rank"},
     "seeding": {"seed_everything", "seeding"},
-    "sharding": {"device_mesh", "checkpoint", "elastic"},  # which the last two should not need
+    "sharding": {"device_mesh"},
     "sync_batch_norm": {"SyncBatchNorm"},
     "torch_ddp": {"DistributedDataParallel"},
 }
