@@ -101,10 +101,11 @@ class Catalog:
                 problems.append(error)
                 self._entries.remove(entry)
         if problems and not self._entries:
-            text = f"None of the {len(problems)} checkpoints can be loaded: {' '.join(map(str, problems))}"
-            if any(isinstance(error, DamagedCheckpointError) for error in problems):
-                raise DamagedCheckpointError(f"{text} Move them to another folder to train from the start.")
-            raise CheckpointError(f"{text} Move them to another folder to train from the start.")
+            is_damaged = any(isinstance(error, DamagedCheckpointError) for error in problems)
+            raise (DamagedCheckpointError if is_damaged else CheckpointError)(
+                f"None of the {len(problems)} checkpoints can be loaded: {' '.join(map(str, problems))} Move them to "
+                "another folder to train from the start."
+            )
         for problem in problems:
             logger.warning("Passed over a checkpoint: %s", problem)
         if not self._entries and any(_ANY_NAME.fullmatch(path.name) for path in self.folder.iterdir()):
@@ -169,9 +170,7 @@ class Catalog:
     def remove(self, path: Path) -> None:
         """Remove a checkpoint, or an incomplete one. Logs a warning if that is not possible."""
         try:
-            os.unlink(path)
-        except FileNotFoundError:
-            pass
+            path.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("Could not remove the old checkpoint %s: %s.", path, error)
 

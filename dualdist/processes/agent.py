@@ -71,11 +71,9 @@ def main() -> None:
     _end_with(keeper)
     try:
         agent.run()
-    except BrokenPipeError:
-        # The launcher is gone.
-        agent.leave()
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        if not isinstance(error, BrokenPipeError):  # else the launcher is gone
+            traceback.print_exc()
         agent.leave()
     # A normal exit would wait for the thread that still reads the standard input.
     os._exit(0)
@@ -277,13 +275,11 @@ class Agent:
         Runs in its own thread, because a write blocks while the process does not read.
         """
         with contextlib.suppress(BrokenPipeError), stdin:
-            for data in iter(self._next_input, b""):
+            while True:
+                self._send(INPUT, 0, b"")
+                if not (data := self._input.get()):
+                    return
                 _write_all(stdin.fileno(), data)
-
-    def _next_input(self) -> bytes:
-        """Ask for a piece and wait for it."""
-        self._send(INPUT, 0, b"")
-        return self._input.get()
 
     def _listen(self) -> None:
         """Follow the launcher's commands: an empty line (it is alive), or a command with numbers.

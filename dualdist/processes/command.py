@@ -22,6 +22,7 @@ from typing import Any
 
 from .. import __version__
 from ..core.backends import DEFAULT_BACKEND, DISTRIBUTED_BACKENDS, HOROVOD_BACKENDS, TRANSPORTS
+from ..core.checks import wrong
 from ..core.launch import DUALDIST_RUN, detect
 from ..core.types import NEVER_SECONDS
 from ..errors import ConfigurationError
@@ -61,15 +62,6 @@ class Tuning:
         return "tuning_" + self.flags[0].strip("-").replace("-", "_")
 
 
-@dataclass(frozen=True)
-class Refused:
-    """An option that is not supported, and what to do instead."""
-
-    flags: tuple[str, ...]
-    remedy: str
-    arguments: int = 0
-
-
 def whole_number(text: str) -> int:
     """Return the number that `text` writes in the digits 0 to 9. Raises ValueError."""
     if not text.isascii():
@@ -93,10 +85,7 @@ _count, _positive = _number(whole_number, 0), _number(whole_number, 1)
 _time, _noise = _number(float, 0), _number(float, 0, 1)
 
 
-def _level(text: str) -> str:
-    if text not in ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"):
-        raise ValueError
-    return text
+_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
 def _only_horovod(
@@ -125,7 +114,7 @@ TUNING = (
     _only_horovod("--num-nccl-streams", "HOROVOD_NUM_NCCL_STREAMS", _count),
     _only_horovod("--thread-affinity", "HOROVOD_THREAD_AFFINITY", _count),
     _only_horovod("--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", _count),
-    _only_horovod("--log-level", "HOROVOD_LOG_LEVEL", _level),
+    _only_horovod("--log-level", "HOROVOD_LOG_LEVEL", lambda text: _LEVELS[_LEVELS.index(text)]),
     _only_horovod("--log-with-timestamp", "HOROVOD_LOG_HIDE_TIME", None, "--no-log-hide-timestamp", to="0"),
     _only_horovod("--log-without-timestamp", "HOROVOD_LOG_HIDE_TIME", None, "--log-hide-timestamp"),
     Tuning(("--timeline-filename",), {"HOROVOD_TIMELINE": "{}"}, str),
@@ -156,25 +145,20 @@ TUNING = (
 _MPI = "`dualdist run` does not start MPI. Use mpirun, which dualdist supports, or leave the option out."
 _ELASTIC = "`dualdist run` starts a fixed number of processes. Use torchrun or horovodrun for elastic jobs."
 
-REFUSED = (
-    Refused(("--mpi",), _MPI),
-    Refused(("--jsrun",), "`dualdist run` does not start jsrun. Use jsrun itself, or leave the option out."),
-    Refused(("--mpi-args",), _MPI, 1),
-    Refused(("--binding-args",), _MPI, 1),
-    Refused(("--mpi-threads-disable",), _MPI),
-    Refused(("--no-mpi-threads-disable",), _MPI),
-    Refused(("--min-np", "--min-num-proc"), _ELASTIC, 1),
-    Refused(("--max-np", "--max-num-proc"), _ELASTIC, 1),
-    Refused(("--host-discovery-script",), _ELASTIC, 1),
-    Refused(("--slots-per-host",), f"{_ELASTIC} Give the slots of a fixed job as -H host:SLOTS.", 1),
-    Refused(("--elastic-timeout",), _ELASTIC, 1),
-    Refused(("--reset-limit",), _ELASTIC, 1),
-    Refused(("--blacklist-cooldown-range",), _ELASTIC, 2),
-    Refused(
-        ("--config-file",), "`dualdist run` reads no configuration file. Write its settings as options.", 1
-    ),
-    Refused(("-cb", "--check-build"), "Use `dualdist doctor`, which shows what can run here."),
+_OF_MPI = "--mpi --mpi-args --binding-args --mpi-threads-disable --no-mpi-threads-disable"
+_OF_ELASTIC = (
+    "--min-np --min-num-proc --max-np --max-num-proc --host-discovery-script --elastic-timeout --reset-limit "
+    "--blacklist-cooldown-range"
 )
+REFUSED = {
+    **dict.fromkeys(_OF_MPI.split(), _MPI),
+    "--jsrun": "`dualdist run` does not start jsrun. Use jsrun itself, or leave the option out.",
+    **dict.fromkeys(_OF_ELASTIC.split(), _ELASTIC),
+    "--slots-per-host": f"{_ELASTIC} Give the slots of a fixed job as -H host:SLOTS.",
+    "--config-file": "`dualdist run` reads no configuration file. Write its settings as options.",
+    **dict.fromkeys(("-cb", "--check-build"), "Use `dualdist doctor`, which shows what can run here."),
+}
+"""An option that is not supported -> what to do instead."""
 
 
 class _Refuse(argparse.Action):
@@ -186,21 +170,15 @@ class _Refuse(argparse.Action):
 
 def add_horovodrun_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of both tables to `parser`."""
-    tuning = parser.add_argument_group("horovodrun's settings, which become environment variables")
+    add = parser.add_argument_group("horovodrun's settings, which become environment variables").add_argument
     for row in TUNING:
         shown = " and ".join(f"{name}={value.format('VALUE')}" for name, value in row.variables.items())
-        scope = (
-            f"; only with --backend {' or '.join(row.backends)}" if row.backends == HOROVOD_BACKENDS else ""
-        )
-        if row.value is None:
-            tuning.add_argument(*row.flags, dest=row.dest, action="store_true", help=f"sets {shown}{scope}")
-        else:
-            tuning.add_argument(*row.flags, dest=row.dest, metavar="VALUE", help=f"sets {shown}{scope}")
-    refused = parser.add_argument_group("horovodrun's options that are refused")
-    for option in REFUSED:
-        refused.add_argument(
-            *option.flags, dest="refused", action=_Refuse, nargs=option.arguments, help=option.remedy
-        )
+        shown += f"; only with --backend {' or '.join(row.backends)}" * (row.backends == HOROVOD_BACKENDS)
+        how: Any = {"action": "store_true"} if row.value is None else {"metavar": "VALUE"}
+        add(*row.flags, dest=row.dest, help=f"sets {shown}", **how)
+    add = parser.add_argument_group("horovodrun's options that are refused").add_argument
+    for flag, remedy in REFUSED.items():
+        add(flag, dest="refused", action=_Refuse, nargs="?", help=remedy)
 
 
 def variables_of(args: argparse.Namespace, backend: str) -> tuple[dict[str, str], list[str]]:
@@ -362,8 +340,6 @@ def _variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, st
     for item in args.env:
         name, given, value = item.partition("=")
         if not name or (not given and name not in env):
-            raise ConfigurationError(
-                f"`--env` must be NAME=VALUE or the NAME of a variable, but is {item!r} instead."
-            )
+            raise wrong("--env", "NAME=VALUE or the NAME of a variable", item, error=ConfigurationError)
         found[name] = value if given else env[name]
     return found

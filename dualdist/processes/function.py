@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import math
+import operator
 import os
 import pickle
 import subprocess
@@ -17,9 +18,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing import spawn as multiprocessing_spawn
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from ..core.backends import check_transport, load
 from ..core.checks import configuration, flag, function, integer, items, mapping, number, path, text
@@ -68,12 +68,11 @@ def spawn(
 
             nprocs = max(1, accelerator.count())
         size = _size("nprocs", nprocs)
-        variables = _variables(backend, transport, [], env, SPAWN)
         options = RunOptions(
             child_command(),
             [Host("localhost", size)],
             size,
-            variables,
+            _variables(backend, transport, [], env, SPAWN),
             launcher=SPAWN,
             task=_pickled_call("fn", fn, args, {}, by_value=False),
         )
@@ -266,7 +265,8 @@ def _pickled_call(name: str, called: Any, args: Any, kwargs: Any, *, by_value: b
             f"notebook or the standard input instead. Write it in a module, or {_INSTALL}."
         )
     try:
-        work = _dumps(by_value)((called, tuple(given), named))
+        pickler: Any = importlib.import_module("cloudpickle") if by_value else pickle
+        work = pickler.dumps((called, tuple(given), named))
     except Exception as error:
         raise ConfigurationError(
             f"`{name}` and its arguments must be objects that can be pickled, but pickling failed: {error}. Use a "
@@ -285,14 +285,6 @@ def _pickled_call(name: str, called: Any, args: Any, kwargs: Any, *, by_value: b
     # The original type, AuthenticationString, refuses to be pickled.
     preparation["authkey"] = bytes(preparation["authkey"])
     return pickle.dumps((preparation, work))
-
-
-def _dumps(by_value: bool) -> Callable[[Any], bytes]:
-    if not by_value:
-        return pickle.dumps
-    import cloudpickle
-
-    return cast("Callable[[Any], bytes]", cloudpickle.dumps)
 
 
 def child_command(executable: str | None = None) -> list[str]:
@@ -330,13 +322,11 @@ def _results(options: RunOptions, limit: float) -> list[Any]:
             return [rank.failure for rank in ranks if rank.failure is not None]
 
         while job.running:
-            failures = wait(deadline)
-            if failures:
+            if failures := wait(deadline):
                 settled = time.monotonic() + _SETTLE_SECONDS
                 while job.running and time.monotonic() < settled:
                     failures = wait(settled)
-                first = min(failures, key=lambda failure: failure.time)
-                raise first.error from first.cause
+                raise min(failures, key=operator.itemgetter(0))[1]
             silent = job.silent_hosts(f"`start_timeout`={options.start_timeout:g} s")
             if silent is not None:
                 raise TimeoutError(f"{silent}. All processes were ended.")
@@ -355,11 +345,8 @@ class _RankTraceback(Exception):
         return f"\n\n{self.args[0]}"
 
 
-@dataclass(frozen=True)
-class _Failure:
-    time: float
-    error: BaseException
-    cause: BaseException | None = None
+_Failure = tuple[float, BaseException]
+"""When it happened, on the clock time.monotonic(), and what the caller gets."""
 
 
 class _Rank:
@@ -394,7 +381,8 @@ class _Rank:
             error: BaseException = ProcessEndedError(f"Rank {self._rank} raised {line}", self._rank, None)
         else:
             error = pickle.loads(pickled)
-        return _Failure(moment, error, _RankTraceback(f"Rank {self._rank} of {self._size}:\n{text}"))
+        error.__cause__ = _RankTraceback(f"Rank {self._rank} of {self._size}:\n{text}")
+        return moment, error
 
     def _died(self, exit: Event) -> _Failure:
         error, code = exit.facts.get("error"), exit.facts.get("code")
@@ -406,4 +394,4 @@ class _Rank:
             how = f"{describe_exit(code or 0)} {'after' if self.returned else 'before'} its function returned"
         moment = exit.facts.get("time", time.monotonic()) - _REAPING_SECONDS
         text = f"Rank {self._rank} of {self._size} {how}; the others were ended. Look at its output."
-        return _Failure(moment, ProcessEndedError(text, self._rank, code))
+        return moment, ProcessEndedError(text, self._rank, code)

@@ -35,12 +35,7 @@ from .agent_connection import AGENT_COMMAND
 
 
 def backend_variables(
-    backend: str | None,
-    transport: str | None,
-    interfaces: Sequence[str] = (),
-    *,
-    option: str,
-    launcher: str,
+    backend: str | None, transport: str | None, interfaces: Sequence[str] = (), *, option: str, launcher: str
 ) -> dict[str, str]:
     """Return the variables that choose `backend`, `transport` and `interfaces`; None leaves the choice to `init`.
 
@@ -53,11 +48,7 @@ def backend_variables(
             f"`{option}` must be {' or '.join(possible)}, but is {transport} instead: {launcher} does not start MPI. "
             "Start with mpirun."
         )
-    chosen = {
-        "DUALDIST_BACKEND": backend,
-        "DUALDIST_TRANSPORT": transport,
-        INTERFACE: ",".join(interfaces),
-    }
+    chosen = {"DUALDIST_BACKEND": backend, "DUALDIST_TRANSPORT": transport, INTERFACE: ",".join(interfaces)}
     return {name: value for name, value in chosen.items() if value}
 
 
@@ -304,12 +295,12 @@ def ssh_command(
 def address_towards(host: str, env: Mapping[str, str], interface: str | None) -> str:
     """Return this machine's IPv4 address on `interface`, by default the one from which it reaches `host`.
 
-    A host name may be an alias of ssh's configuration. Raises ConfigurationError when there is no such address.
+    Raises ConfigurationError when there is no such address.
     """
     if interface is not None:
         return candidates({INTERFACE: interface})[0]
     try:
-        return own_address(node_address(_network_name(host, env)))
+        return own_address(address_of(host, env))
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(
             f"`-H` must name hosts that can be reached, but {host!r} cannot: {error}. "
@@ -318,12 +309,10 @@ def address_towards(host: str, env: Mapping[str, str], interface: str | None) ->
 
 
 def address_of(host: str, env: Mapping[str, str]) -> str:
-    """Return an IPv4 address of `host`, or the name that ssh uses for it if this machine cannot resolve it."""
-    return node_address(_network_name(host, env))
+    """Return an IPv4 address of `host`, or the name that ssh uses for it if this machine cannot resolve it.
 
-
-def _network_name(host: str, env: Mapping[str, str]) -> str:
-    """Return the name or address to which ssh connects for `host`, which may be an alias of its configuration."""
+    A host name may be an alias of ssh's configuration.
+    """
     name = _bare(host).rpartition("@")[2]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         # timeout(1) also ends what a script in place of ssh has started.
@@ -332,7 +321,7 @@ def _network_name(host: str, env: Mapping[str, str]) -> str:
             question, capture_output=True, text=True, errors="replace", check=True, stdin=subprocess.DEVNULL
         )
         name = next((line[9:] for line in answer.stdout.splitlines() if line.startswith("hostname ")), name)
-    return name
+    return node_address(name)
 
 
 def _ssh(env: Mapping[str, str]) -> list[str]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from ..core.checks import wrong
 from ..core.extensions import extension, needed
 from ..core.launch import DUALDIST_RUN, topology
 from ..core.launch.environment import (
@@ -39,7 +40,7 @@ from ..errors import ConfigurationError
 from .agent import ENDED, ENDING_SIGNALS, LOST, PASSED_SIGNALS, STARTED, STDERR, STDOUT, grace_of
 from .agent_connection import AGENT_COMMAND, Event, HostJob, Supervisor, describe_exit
 from .hosts import DEFAULT_STARTER, Host, address_of, address_towards, agent_command, assign, is_local
-from .output import Output
+from .output import MOST_UNWRITTEN, Output
 
 _ALL_WINDOWS, _LARGEST_WINDOW, _SMALLEST_WINDOW = 64 << 20, 1 << 20, 64 << 10
 """Bytes of output that may be sent before any is read: by all hosts together, and by one host at most and at least."""
@@ -91,9 +92,7 @@ def read_start_timeout(given: str | None, env: Mapping[str, str]) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= 86400:
-        raise ConfigurationError(
-            f"`{source}` must be a number of seconds above 0, a day at most, but is {given!r} instead."
-        )
+        raise wrong(source, "a number of seconds above 0, a day at most", given, error=ConfigurationError)
     return seconds
 
 
@@ -241,9 +240,11 @@ class Job:
                 self.running.discard(event.rank)
                 self.output.close_rank(event.rank)
             elif event.kind == STARTED and self._options.verbose:
-                self._report_start(event)
+                pid, threads = event.facts["pid"], event.facts["threads"]
+                chosen = "" if threads is None else f", with OMP_NUM_THREADS={threads} because it was not set"
+                self.output.report(f"rank {event.rank} on {event.host} is process {pid}{chosen}.")
         self.output.check()
-        if self.output.has_room():
+        if self.output.unwritten() < MOST_UNWRITTEN:
             self.supervisor.grant()
         return events
 
@@ -258,11 +259,6 @@ class Job:
         names = ", ".join(agent.job.host for agent in silent)
         errors = "; ".join(filter(None, (agent.errors() for agent in silent)))
         return f"{names} did not answer within {limit}{f': {errors}' if errors else ''}"
-
-    def _report_start(self, event: Event) -> None:
-        threads = event.facts["threads"]
-        chosen = "" if threads is None else f", with OMP_NUM_THREADS={threads} because it was not set"
-        self.output.report(f"rank {event.rank} on {event.host} is process {event.facts['pid']}{chosen}.")
 
 
 @contextlib.contextmanager

@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import queue
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import IO
 
+from ..core.executor import in_thread
 from ..errors import ConfigurationError
 
 # Writes to one open file in a thread of its own, because a write blocks while nobody reads from a pipe or terminal.
@@ -31,61 +33,44 @@ class Sink:
 
     def __init__(self, descriptor: int, notify: Callable[[], None]) -> None:
         """notify: called in the thread after each write, and when writing has failed."""
-        self.size = 0
-        """Number of bytes that are not written yet."""
         self.error: OSError | None = None
         """Why writing has failed. Nothing is written after that."""
-        self._descriptor = descriptor
-        self._notify = notify
-        self._pending: list[bytes] = []
-        self._changed = threading.Condition()
-        self._closed = False
         self.redraws = os.isatty(descriptor) and os.environ.get("TERM") != "dumb"
         """Whether a line that ends with a carriage return is replaced by the next."""
-        # A daemon thread: the interpreter can end while a write blocks.
-        self._thread = threading.Thread(target=self._work, name=f"dualdist-output-{descriptor}", daemon=True)
+        self._descriptor = descriptor
+        self._notify = notify
+        self._pending: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._ended: Future[None] | None = None
+        self._given = self._written = 0
+
+    @property
+    def size(self) -> int:
+        """Number of bytes that are not written yet."""
+        return self._given - self._written
 
     def put(self, data: bytes) -> None:
-        """Write `data` after all that was put before. The first call starts the thread."""
-        if self._thread.ident is None:
-            self._thread.start()
-        with self._changed:
-            self._pending.append(data)
-            self.size += len(data)
-            self._changed.notify()
+        """Write `data`, which is not empty, after all that was put before. The first call starts the thread."""
+        if self._ended is None:
+            self._ended = in_thread(self._work, f"dualdist-output-{self._descriptor}")
+        self._given += len(data)
+        self._pending.put(data)
 
     def close(self, seconds: float) -> bool:
         """End the thread when it has written everything. Return whether it ended within `seconds`."""
-        if self._thread.ident is None:
-            return True
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        self._pending.put(b"")
+        return self._ended is None or bool(wait([self._ended], seconds).done)
 
     def _work(self) -> None:
-        while data := self._take():
-            view = memoryview(data)
-            try:
+        try:
+            for data in iter(self._pending.get, b""):
+                view = memoryview(data)
                 while view:
                     view = view[os.write(self._descriptor, view) :]
-            except OSError as error:
-                self.error = error
+                self._written += len(data)
                 self._notify()
-                return
-            with self._changed:
-                self.size -= len(data)
+        except OSError as error:
+            self.error = error
             self._notify()
-
-    def _take(self) -> bytes:
-        """Wait for data and return all of it; nothing after `close`."""
-        with self._changed:
-            while not self._pending and not self._closed:
-                self._changed.wait()
-            data = b"".join(self._pending)
-            self._pending.clear()
-            return data
 
 
 LONGEST_LINE = 1 << 20
@@ -94,13 +79,13 @@ CUT = b" [the line continues]\n"
 """The end of each piece but the last."""
 
 _NAMES = {1: "stdout", 2: "stderr"}
-_MOST_UNWRITTEN = 4 << 20
+MOST_UNWRITTEN = 4 << 20
 """How many bytes may be unwritten before the processes must wait."""
 _LAST_SECONDS = 1.0
 """How long to wait for the last writes after an error."""
 
 
-_RETURN = re.compile(rb"\r(?!\n)")
+_LINE_END, _RETURN = re.compile(rb"[\r\n]"), re.compile(rb"\r(?!\n)")
 _EMPTY_UPDATE = re.compile(rb"(?<![^\r\n]) *\r(?!\n)")
 """An update of a progress bar that shows nothing. tqdm starts each with a carriage return, and removes it by spaces."""
 
@@ -136,7 +121,7 @@ class _Lines:
 
     def _cut(self, data: bytes) -> bytes:
         """Write pieces of the lines that are too long; return the rest of `data`."""
-        while len(self._rest) + _first_line(data) > LONGEST_LINE:
+        while len(self._rest) + len(_LINE_END.split(data, maxsplit=1)[0]) > LONGEST_LINE:
             room = LONGEST_LINE - len(self._rest)
             self._put(self._context() + self._rest + data[:room] + CUT)
             self._rest.clear()
@@ -165,12 +150,6 @@ class _Lines:
         return f"{erase}{time.asctime() if self._timestamps else ''}{self._prefix}".encode()
 
 
-def _first_line(data: bytes) -> int:
-    """Return the length of the first line of `data`, without its end."""
-    ends = [position for end in (b"\n", b"\r") if (position := data.find(end)) >= 0]
-    return min(ends, default=len(data))
-
-
 class Output:
     """Writes the processes' output to that of this process, and also to files in `folder` if it is given.
 
@@ -185,7 +164,10 @@ class Output:
         self._streams: dict[tuple[int, int], _Lines] = {}
         if folder is not None:
             try:
-                self._make_files(folder)
+                for rank in range(size):
+                    self._rank_folder(folder, rank).mkdir(parents=True, exist_ok=True)
+                    for name in _NAMES.values():
+                        (self._rank_folder(folder, rank) / name).write_bytes(b"")
             except OSError as error:
                 raise ConfigurationError(
                     f"`--output` must be a writable folder, but is not: {error}."
@@ -221,10 +203,6 @@ class Output:
     def unwritten(self) -> int:
         """Return how many bytes are not written yet."""
         return sum(sink.size for sink in set(self._sinks.values()))
-
-    def has_room(self) -> bool:
-        """Return whether the processes may continue to write."""
-        return self.unwritten() < _MOST_UNWRITTEN
 
     def empty_reader(self) -> bool:
         """Empty `reader` and return True."""
@@ -277,12 +255,6 @@ class Output:
             copy = open(self._rank_folder(self._folder, rank) / _NAMES[stream], "ab")
         prefix = f"[1,{rank}]<{_NAMES[stream]}>:"
         return _Lines(prefix, self._sinks[stream], copy, self._timestamps)
-
-    def _make_files(self, folder: Path) -> None:
-        for rank in range(self._size):
-            self._rank_folder(folder, rank).mkdir(parents=True, exist_ok=True)
-            for name in _NAMES.values():
-                (self._rank_folder(folder, rank) / name).write_bytes(b"")
 
     def _rank_folder(self, folder: Path, rank: int) -> Path:
         return folder / f"rank.{str(rank).zfill(len(str(self._size - 1)))}"

@@ -139,7 +139,7 @@ def points_of(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("needed", "extension"):
             point = node.args[0]
             parts = point.values if isinstance(point, ast.JoinedStr) else [point]
-            yield "".join(part.value if isinstance(part, ast.Constant) else "*" for part in parts)
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)
 
 
 def room_of(name: str) -> str:

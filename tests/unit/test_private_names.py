@@ -80,7 +80,7 @@ PATCHES = {
         "torch_world.group_count = ": "groups that only their members make need names"
     },
     "torch_ddp/hooks.py": {"handle.remove()": "torch's hooks would step on gradients of one rank"},
-    "checkpoint/manager.py": {
+    "checkpoint/signals.py": {
         "BaseProcess.start = ": "while signals are watched, they must not end the daemonic processes, too"
     },
     "parity/recorder.py": {  # only in processes that `dualdist parity` starts
