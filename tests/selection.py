@@ -20,8 +20,6 @@ import pytest
 from .helpers.time_table import IN_WORLD
 from .helpers.world import WORLDS
 
-__all__ = ("MARKS", "NEW_INTERPRETERS", "Suite", "is_core", "suite_of", "worlds_of")
-
 
 class Suite(IntEnum):
     """The suites, each of which contains the one before it."""

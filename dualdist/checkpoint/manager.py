@@ -173,7 +173,7 @@ class CheckpointManager:
         kind = Catalog if sharding is None else sharding.FolderCatalog
         self._catalog: Catalog = kind(Path(directory), keep, rated)
         self._job = from_writer(self._open)
-        self._shards = sharding and sharding.Shards(state, self._catalog)
+        self._shards: Any = sharding and sharding.Shards(state, self._catalog)
         self._signals = SignalWatch(signals)
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
@@ -254,9 +254,9 @@ class CheckpointManager:
         Checkpoints saved later count as newer than all in the folder. Errors as for `checkpoint.load`. With `sharded`,
         it may be a folder of torch.distributed.checkpoint that another program has written; `steps` then stays.
         """
-        if (shards := self._shards) is not None and from_writer(lambda: shards.is_foreign(path)):
+        if self._shards is not None and from_writer(lambda: self._shards.is_foreign(path)):
             self.wait()
-            shards.fit(Path(path), strict=strict, partial=partial)()
+            self._shards.fit(Path(path), strict=strict, partial=partial)()
         else:
             find = functools.partial(read_into, path, file_of=self._catalog.file_of)
             self._restore(find, strict, partial, skips=False)

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ("build", "missing", "register", "set_delays", "sleep_ms", "synchronous_calls")
-
 _NAME = "simulated_accelerator"
 _SOURCES = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".h", ".cpp"))
 _TRANSPORTS = {"npu": "hccl"}

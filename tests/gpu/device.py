@@ -9,8 +9,6 @@ from .. import accelerator as simulated
 from ..helpers.world_worker import DEVICE as VARIABLE
 from ..helpers.world_worker import use_simulated_device
 
-__all__ = ("DEVICE", "IS_GPU", "KIND", "TRANSPORT", "VARIABLES", "load", "needs_device", "on_gpus", "sleep")
-
 IS_GPU = torch.cuda.is_available()
 KIND, TRANSPORT = ("cuda", "nccl") if IS_GPU else ("npu", "hccl")
 DEVICE = f"{KIND}:0"

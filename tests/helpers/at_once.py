@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-__all__ = ("chosen", "started_at_once")
-
 T = TypeVar("T")
 
 

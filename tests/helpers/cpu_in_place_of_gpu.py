@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ("CpuInPlaceOfGpu", "use_cpu")
-
 
 class CpuInPlaceOfGpu(TorchFunctionMode):
     """Replaces GPUs among the arguments of torch's functions by the CPU."""

@@ -30,8 +30,6 @@ import dualdist as hvd
 from .forks import forked, use_forks
 from .world import MPIRUN, ROOT
 
-__all__ = ("KINDS", "Death", "deaths")
-
 KINDS: Mapping[str, Mapping[str, str]] = {
     "torch-gloo": {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "gloo"},
     "torch-mpi": {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"},

@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from dualdist.samplers import DealingSampler
 
-__all__ = ("draw_steps", "in_step_order")
-
 T = TypeVar("T")
 
 

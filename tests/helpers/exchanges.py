@@ -9,8 +9,6 @@ import pytest
 
 from dualdist.core.agreement.connections import Connections
 
-__all__ = ("exchanges",)
-
 
 @contextlib.contextmanager
 def exchanges() -> Iterator[list[int]]:

@@ -13,8 +13,6 @@ from unittest.mock import patch
 
 from dualdist.checkpoint import catalog, format
 
-__all__ = ("CountingFileSystem", "FaultyFileSystem", "PowerCut")
-
 T = TypeVar("T")
 
 

@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ("wait_for",)
-
 
 def wait_for(files: Iterable[Path]) -> None:
     """Wait until all `files` exist. The test's timeout ends it.

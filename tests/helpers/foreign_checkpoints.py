@@ -17,8 +17,6 @@ from dualdist.checkpoint import CheckpointManager
 
 from .sharded_training import adamw, shard, train, transformer, weights
 
-__all__ = ("of_accelerate", "of_fabric")
-
 RATE = 0.02
 """Learning rate of what is saved, which is not that of `adamw`."""
 

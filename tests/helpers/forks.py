@@ -20,8 +20,6 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ("BIN", "DUALDIST", "MPI_FOLDER", "fork_of", "fork_variables", "forked", "use_forks")
-
 BIN = Path(sys.executable).parent
 MPI_FOLDER = Path(os.environ.get("TEST_MPI_FOLDER", BIN.parent / "mpi"))
 """Where ci/setup has installed other MPIs than that of the system, each in its own folder."""

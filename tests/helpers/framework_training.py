@@ -11,20 +11,6 @@ from torch import nn
 
 import dualdist as hvd
 
-__all__ = (
-    "alone",
-    "averaged_weights",
-    "with_accelerate",
-    "with_averages",
-    "with_compile",
-    "with_fabric",
-    "with_fully_shard",
-    "with_ignite",
-    "with_lightning",
-    "with_shared_optimizer_state",
-    "with_torchmetrics",
-)
-
 STEPS = 5
 ROWS = 12
 """Rows of a whole batch."""

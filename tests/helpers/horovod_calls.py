@@ -25,8 +25,6 @@ from horovod.common import basics, elastic, exceptions, process_sets, util
 from horovod.torch import compression, mpi_ops, optimizer, sync_batch_norm
 from horovod.torch.elastic import state as state_module
 
-__all__ = ("CALLS",)
-
 AVERAGE_OF_TWO = {"op": hvd.Average, "prescale_factor": 2.0}
 
 

@@ -15,8 +15,6 @@ import torch
 
 import dualdist as hvd
 
-__all__ = ("main",)
-
 
 def main(store: str, rank: int, size: int, length: int) -> None:
     hvd.init(init_method=f"file://{store}", rank=rank, world_size=size)

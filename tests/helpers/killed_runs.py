@@ -7,7 +7,7 @@ prints one JSON object per run.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
 import mmap
 import os
@@ -29,8 +29,6 @@ from dualdist.checkpoint import CheckpointManager
 from .faulty_file_system import CountingFileSystem, FaultyFileSystem
 
 EVERY, STEPS = 3, 12
-TURN = 100
-"""Steps and turns of a run are in one number, so that a kill finds both of them old, or both new."""
 ENDED, FAILED = 0, 3
 """Exit codes of a run that finished, and of one that ended with the error of a full or broken disk."""
 
@@ -145,66 +143,19 @@ def killed(
 
     def first() -> None:
         seeded()
-        train(folder, disk, lambda step: shared.set(0, step), lambda step: None, asynchronous)
-
-    code = forked(first)
-    ended_by = signal.Signals(-code).name if code < 0 else {FAILED: "an error"}.get(code, f"exit code {code}")
-    return resumed(folder, shared, faulty, asynchronous, ended_by, expected)
-
-
-def resumed(
-    folder: Path, shared: SharedNumbers, faulty: bool, asynchronous: bool, ended_by: str, expected: float
-) -> Run:
-    """Resume from the files of a run, train to the end, and return the result."""
+        train(folder, disk, functools.partial(shared.set, 0), lambda step: None, asynchronous)
 
     def second() -> None:
         seeded()
-        shared.set(
-            2,
-            train(
-                folder,
-                CountingFileSystem(),
-                lambda step: None,
-                lambda step: shared.set(1, step),
-                asynchronous,
-            ),
-        )
+        start = functools.partial(shared.set, 1)
+        shared.set(2, train(folder, CountingFileSystem(), lambda step: None, start, asynchronous))
 
+    code = forked(first)
+    ended_by = signal.Signals(-code).name if code < 0 else {FAILED: "an error"}.get(code, f"exit code {code}")
     assert forked(second) == ENDED
     names = sorted(path.name for path in folder.glob("*step-*"))
     steps, restored = int(shared.get(0)), int(shared.get(1))
     return Run(faulty, asynchronous, ended_by, steps, restored, shared.get(2) == expected, names)
-
-
-def killed_in_time(folder: Path, numbers: random.Random, asynchronous: bool, expected: float) -> Run:
-    """Kill a run from outside after a number of steps that `numbers` chooses, at any moment of its saves."""
-    shared, (reader, writer) = SharedNumbers(), os.pipe()
-
-    def first() -> None:
-        def count(step: int) -> None:
-            shared.set(0, turn * TURN + step)
-            os.write(writer, b".")
-
-        for turn in itertools.count():  # until it is killed
-            shared.set(0, turn * TURN)
-            seeded()
-            train(folder / str(turn), CountingFileSystem(), count, lambda step: None, asynchronous)
-
-    pid = os.fork()
-    if pid == 0:
-        try:
-            first()
-        finally:
-            os._exit(1)
-    for _ in range(numbers.randint(EVERY + 1, 5 * STEPS)):
-        assert os.read(reader, 1) == b"."
-    os.kill(pid, signal.SIGKILL)
-    ended = signal.Signals(-os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).name
-    os.close(reader)
-    os.close(writer)
-    turn, step = divmod(int(shared.get(0)), TURN)
-    shared.set(0, step)
-    return resumed(folder / str(turn), shared, False, asynchronous, ended, expected)
 
 
 def main(folder: Path, count: int, seed: int) -> None:
@@ -213,9 +164,6 @@ def main(folder: Path, count: int, seed: int) -> None:
     expected, operations = undisturbed(folder / "undisturbed")
     for place in range(count):
         run = killed(folder / str(place), numbers, place % 2 == 1, place % 4 > 1, operations, expected)
-        print(json.dumps(asdict(run)), flush=True)
-    for place in range(count // 10):
-        run = killed_in_time(folder / f"in time {place}", numbers, place % 2 == 1, expected)
         print(json.dumps(asdict(run)), flush=True)
 
 

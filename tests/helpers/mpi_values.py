@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-__all__ = ("COMPLEX", "FLOATS", "WHOLE", "combined", "mine", "pieces", "pieces_of", "same", "world")
-
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

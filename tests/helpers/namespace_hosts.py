@@ -21,8 +21,6 @@ from .requirements import need, need_programs, need_root, program
 from .script_launch import MARK, STACKS, Ended, finish
 from .world import ROOT
 
-__all__ = ("OPEN_MPI", "Host", "Network", "mpirun", "running_network", "size_of")
-
 SECONDS = 20.0
 LINKS = ("net0", "net1")
 """The interfaces that reach the other host."""

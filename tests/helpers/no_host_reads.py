@@ -19,8 +19,6 @@ import dualdist.core.collectives.broadcast as broadcast_module
 import dualdist.core.collectives.reduction as reduction_module
 import dualdist.sync_batch_norm as rows_module
 
-__all__ = ("HostRead", "can_watch", "no_host_reads")
-
 _METHODS = (
     "__array__",
     "__bool__",

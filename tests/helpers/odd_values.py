@@ -16,8 +16,6 @@ import torch
 
 import dualdist as hvd
 
-__all__ = ("ODD", "Accepted", "accepted", "odd_values")
-
 
 class Odd:
     """An object that has nothing."""

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ("DTYPES", "KINDS", "Odd", "all_trained", "difference", "params_of", "step", "trained")
-
 
 class Pair(NamedTuple):
     left: Any

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ("Block", "blocks")
-
 _FENCE = re.compile(
     r"^(?:(?P<comment>[ ]*<!--(?:(?!-->).)*-->)\n)?"
     r"(?P<indent>[ ]*)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",

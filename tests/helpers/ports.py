@@ -7,8 +7,6 @@ import random
 import socket
 from pathlib import Path
 
-__all__ = ("free_ports",)
-
 
 def free_ports(number: int) -> list[int]:
     """Return ports that are free. The kernel gives none of them to others that ask for any port, as tests beside do."""

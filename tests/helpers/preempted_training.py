@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import dualdist as hvd
 from dualdist.checkpoint import CheckpointManager, load
 
-__all__ = ()
-
 BEFORE, AFTER = 3, 30
 """Steps before "trains" is printed, and steps after those that a preempted run has made."""
 

@@ -7,8 +7,6 @@ import os
 import select
 from collections.abc import Iterable
 
-__all__ = ("Watched",)
-
 SECONDS = 20.0
 
 

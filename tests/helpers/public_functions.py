@@ -15,8 +15,6 @@ import torch
 import dualdist as hvd
 from dualdist import checkpoint, elastic, metrics, samplers
 
-__all__ = ("CASES", "COLLECTIVES", "Case")
-
 Make = Callable[[], Mapping[str, Any]]
 
 

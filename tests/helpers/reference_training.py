@@ -10,18 +10,6 @@ from torch import nn
 
 import dualdist as hvd
 
-__all__ = (
-    "OPTIMIZERS",
-    "Make",
-    "assert_same_weights",
-    "batches",
-    "check_training",
-    "loss_of",
-    "make_model",
-    "share",
-    "train_beside",
-)
-
 ROWS = 4
 """Rows per rank and step."""
 

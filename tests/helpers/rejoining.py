@@ -10,8 +10,6 @@ import dualdist as hvd
 
 from .world import World
 
-__all__ = ("outside_world", "rejoined")
-
 
 @contextmanager
 def outside_world() -> Iterator[None]:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ("need", "need_modules", "need_programs", "need_root", "program")
-
 _FOLDERS = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 """PATH and the folders of servers, which PATH has for root alone."""
 

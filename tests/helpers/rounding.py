@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ("change_at_random", "largest_change")
-
 _LAMBDA = 6.0
 """A sum exceeds the bound of long sums with a probability of 3e-8."""
 

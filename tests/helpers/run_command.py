@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from .process_watch import Watched
 
-__all__ = ("FAMILY", "STUBBORN", "Ended", "Families", "Run", "python")
-
 FAMILY = """\
 import os, signal, subprocess, sys
 grandchild = subprocess.Popen([sys.executable, '-c',

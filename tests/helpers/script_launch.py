@@ -20,20 +20,6 @@ from .forks import BIN, fork_of, fork_variables, forked
 from .requirements import need_modules
 from .world import MPIRUN, ROOT, SEMAPHORES_DELETED
 
-__all__ = (
-    "LAUNCHERS",
-    "MARK",
-    "SECONDS",
-    "STACKS",
-    "Ended",
-    "Launcher",
-    "Script",
-    "abort",
-    "finish",
-    "launch",
-    "started_by",
-)
-
 SECONDS, END_SECONDS = 200.0, 5.0
 STACKS = {"PYTHONFAULTHANDLER": "1"}
 """With it, a Python that is ended by SIGABRT writes the stacks of its threads first."""

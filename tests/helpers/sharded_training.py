@@ -12,19 +12,6 @@ from torch import nn
 
 import dualdist as hvd
 
-__all__ = (
-    "KINDS",
-    "adamw",
-    "alone",
-    "resumed",
-    "shard",
-    "train",
-    "transformer",
-    "weights",
-    "whole",
-    "with_shards",
-)
-
 STEPS = 10
 VOCABULARY, WIDTH, HEADS, LENGTH = 11, 8, 4, 5
 ROWS, MICRO_BATCHES = 16, 2

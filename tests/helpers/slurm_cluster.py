@@ -22,8 +22,6 @@ from .ports import free_ports
 from .requirements import need_programs, need_root, program
 from .script_launch import SECONDS, Ended, finish
 
-__all__ = ("Slurm", "running_slurm")
-
 START_SECONDS, END_SECONDS = 30.0, 10.0
 
 CONFIGURATION = """\

@@ -13,8 +13,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dualdist as hvd
 
-__all__ = ("STYLES", "Sampler", "make_state", "plain_losses", "train")
-
 SAMPLES, BATCH = 24, 6
 STYLES = ("optimizer", "ddp")
 

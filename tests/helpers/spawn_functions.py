@@ -8,22 +8,6 @@ import sys
 import threading
 from typing import Any
 
-__all__ = (
-    "Unsendable",
-    "block",
-    "describe",
-    "end_with",
-    "environment",
-    "fail",
-    "interrupt",
-    "kill_itself",
-    "raise_unsendable",
-    "return_unsendable",
-    "train",
-    "use_horovod",
-    "use_torch",
-)
-
 RANK = int(os.environ.get("DUALDIST_RANK", "0"))
 
 

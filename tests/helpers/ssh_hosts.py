@@ -10,8 +10,6 @@ from pathlib import Path
 
 from .requirements import need
 
-__all__ = ("SSHD", "start_hosts")
-
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 _SERVER = """\

@@ -22,8 +22,6 @@ from dualdist.core import accelerator
 
 from .. import accelerator as simulated
 
-__all__ = ("Streams", "differences", "program", "training")
-
 COUNT, WIDTH = 6 * 512, 48
 MODULUS = 251
 """All numbers are integers below it, so that sums are exact."""

@@ -21,8 +21,6 @@ from .script_launch import MARK, STACKS, abort
 from .task_worker import TASK_SECONDS, Task
 from .world import ROOT
 
-__all__ = ("PROGRAM", "WORKER", "Outcome", "Report", "Start", "run_tasks")
-
 START_SECONDS, END_SECONDS = 60.0, 20.0
 
 Report = dict[str, Any]

@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Client
 from typing import Any
 
-__all__ = ("TASK_SECONDS", "Task", "serve")
-
 TASK_SECONDS = 20.0
 """Seconds in which a backend must work, refuse, or notice that it cannot reach the others."""
 

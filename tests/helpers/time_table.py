@@ -16,8 +16,6 @@ import pytest
 
 from .world import WORLDS
 
-__all__ = ("IN_WORLD", "TimeTable")
-
 IN_WORLD = re.compile(rf"\[(?:.*-)?({'|'.join(WORLDS)})(?:-.*)?\]$")
 """Where the name of a test has that of its world."""
 

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ("read_marks", "read_spans")
-
 
 def read_spans(path: Path) -> dict[str, list[str]]:
     """Return what each process of the trace did: its spans in order, nested ones as outer/inner, marks in brackets.

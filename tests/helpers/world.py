@@ -31,8 +31,6 @@ from .forks import BIN, forked
 from .requirements import need, need_modules
 from .world_worker import ADDRESS, DEVICE, KEY, STACKS
 
-__all__ = ("SEMAPHORES_DELETED", "WORLDS", "World", "WorldFailure", "WorldKind", "everywhere", "started")
-
 ROOT = Path(__file__).parents[2]
 START_SECONDS = RUN_SECONDS = END_SECONDS = 60.0
 OTHERS_SECONDS = 5.0

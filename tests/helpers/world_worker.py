@@ -17,8 +17,6 @@ import warnings
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-__all__ = ("ADDRESS", "KEY", "STACKS")
-
 DEVICE = "DUALDIST_TEST_DEVICE"
 """The environment variable with which ranks have the simulated accelerator: "default": each makes its device torch's
 default; "own": each sees one device alone, so that all call theirs npu:0."""

@@ -1,8 +1,7 @@
-"""`dualdist.run` with real processes: results in order, output, hosts, and functions that are sent by value."""
+"""`dualdist.run` with real processes: hosts, output, and functions that are sent by value. More is in test_spawn.py."""
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import warnings
@@ -27,14 +26,6 @@ SCRIPT = str(ROOT / "tests" / "helpers" / "run_script.py")
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(ROOT)
-
-
-@pytest.mark.usefixtures("python")
-@pytest.mark.parametrize("backend", ["torch", "horovod"])
-def test_every_backend_joins_the_processes_to_one_world(backend: str) -> None:
-    need_modules(*["horovod.torch"] * (backend == "horovod"))
-    results = hvd.run(spawn_functions.train, (backend,), num_proc=2, backend=backend, timeout=100)
-    assert [numbers for *numbers, _ in results] == [[rank, 2, rank, 2, "dualdist run"] for rank in range(2)]
 
 
 @pytest.mark.usefixtures("hosts")
@@ -100,19 +91,6 @@ def test_output_has_the_rank_before_each_line_and_is_written_to_files(
     assert (tmp_path / "logs" / "rank.1" / "stdout").read_text() == "hello\n"
 
 
-def test_the_first_exception_is_raised_here_with_the_ranks_traceback() -> None:
-    with pytest.raises(KeyError, match="the reason") as caught:
-        hvd.run(spawn_functions.fail, (1,), num_proc=2)
-    assert "Rank 1 of 2" in str(caught.value.__cause__)
-
-
-def test_a_death_names_rank_and_exit_code() -> None:
-    with pytest.raises(
-        ProcessEndedError, match="Rank 1 of 2 was ended by SIGKILL before its function returned"
-    ):
-        hvd.run(spawn_functions.kill_itself, (1,), num_proc=2)
-
-
 def test_an_interpreter_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(ProcessEndedError, match=r"Rank 0 of 1 could not be started: .*no/python"):
         hvd.run(spawn_functions.block, executable="/no/python")
@@ -167,10 +145,3 @@ def test_a_wrong_variable_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
     with pytest.raises(ConfigurationError, match=r"`HOROVOD_START_TIMEOUT` must be .* but is 'soon' instead"):
         hvd.run(spawn_functions.describe, (1, b""))
-
-
-def test_no_thread_and_no_open_file_is_left() -> None:
-    hvd.run(spawn_functions.describe, (1, b""))
-    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    hvd.run(spawn_functions.describe, (1, b""), num_proc=2)
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-__all__ = ("Case", "cases", "compare")
-
 REDUCED = ("int32", "int64", "float16", "float32", "float64")
 MOVED = (*REDUCED, "uint8", "int8", "int16")
 OPS = ("Average", "Sum", "Min", "Max", "Product")

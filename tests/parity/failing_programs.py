@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from .programs import CALL, CALL_AND_WAIT, FAIL, WAIT, Partners, Program
 
-__all__ = ("outcome",)
-
 ORDERS = 40
 END = -1
 """The number of the call with which every program ends."""

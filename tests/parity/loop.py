@@ -18,8 +18,6 @@ from torch import nn
 
 import dualdist as hvd
 
-__all__ = ("SCENARIOS", "STYLES", "Outcome", "alone", "train")
-
 STEPS, ROWS, FEATURES = 12, 4, 5
 """Rows are per rank and micro-batch."""
 OVERFLOW_STEP, THAW_STEP = 4, 6

@@ -16,8 +16,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ("PARTS", "Net", "Pass", "Replica", "Setup", "as_view", "draw_setup", "seeded")
-
 WIDTH = 12
 PARTS = tuple("conv norm embedding tied frozen some complex empty scalar unused late".split())
 """Parts of the model that a set-up may have. `body` and `head` are always there, and every backward reaches them."""

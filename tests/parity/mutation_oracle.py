@@ -24,8 +24,6 @@ import torch
 from .mutation_model import Pass, Replica, Setup, dense
 from .mutations import Program, Statement
 
-__all__ = ("Expected", "Oracle", "Unclear", "difference", "expected", "tolerance")
-
 
 class Unclear(Exception):
     """The rules do not say what a statement does at its place, or the wrapper must refuse it."""

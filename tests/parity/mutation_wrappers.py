@@ -12,8 +12,6 @@ import dualdist as hvd
 
 from .mutation_model import Replica
 
-__all__ = ("Distributed",)
-
 
 @functools.cache
 def process_set_of(ranks: tuple[int, ...] | None) -> Any:

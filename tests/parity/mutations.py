@@ -16,8 +16,6 @@ from torch import nn
 
 from .mutation_model import Pass, Replica, Setup, as_view, draw_setup
 
-__all__ = ("Program", "Statement", "draw_program")
-
 
 @dataclass(frozen=True)
 class Statement:

@@ -8,23 +8,6 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-__all__ = (
-    "CALL",
-    "CALL_AND_WAIT",
-    "FAIL",
-    "WAIT",
-    "Op",
-    "Partners",
-    "Program",
-    "Runs",
-    "expected",
-    "keys_of",
-    "numbers_of",
-    "programs",
-    "runs_of",
-    "simulated",
-)
-
 CALL, CALL_AND_WAIT, WAIT, FAIL = "call", "call and wait", "wait", "fail"
 
 KINDS = (

@@ -11,8 +11,6 @@ from torch import nn
 from ..helpers.rounding import change_at_random, largest_change
 from .loop import ROWS, SCENARIOS, Outcome, Pieces, Scenario, alone, train
 
-__all__ = ("bounds", "deviation", "expected", "shares")
-
 RUNS = 8
 """Trainings with random changes."""
 

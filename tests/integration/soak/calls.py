@@ -11,8 +11,6 @@ import torch
 
 import dualdist as hvd
 
-__all__ = ("WrongNumbers", "call_in_threads", "call_some", "call_wrongly", "check")
-
 TEN = torch.ones(10)
 RIGHT: tuple[Any, ...] = (hvd.allreduce, TEN, {"op": hvd.Sum})
 WRONG: tuple[tuple[Any, ...], ...] = (

@@ -18,8 +18,6 @@ import dualdist as hvd
 
 from .calls import WrongNumbers, check
 
-__all__ = ("damage_checkpoints", "save_on_full_disk")
-
 TIMES, MOST_BYTES = 30, 1000
 
 

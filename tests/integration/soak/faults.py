@@ -6,24 +6,6 @@ import json
 import random
 from dataclasses import asdict, dataclass, replace
 
-__all__ = (
-    "BACKWARD",
-    "CALL",
-    "CUT",
-    "DEATHS",
-    "DIRECT",
-    "ENDINGS",
-    "INIT",
-    "LINKS",
-    "SAVE",
-    "SHUTDOWN",
-    "SLOW",
-    "START",
-    "STEPS",
-    "Fault",
-    "draw",
-)
-
 STEPS = 6
 """Training steps of a run."""
 

@@ -10,8 +10,6 @@ from collections.abc import Iterable
 
 import psutil
 
-__all__ = ("OPEN_MPI_PORTS", "Attack")
-
 OPEN_MPI_PORTS = range(61000, 61500)
 """Ports that the attack spares: a rank that accepts a connection there waits for ever for its first bytes (Open MPI
 4.1.4, mca_btl_tcp_recv_blocking)."""

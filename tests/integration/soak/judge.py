@@ -13,8 +13,6 @@ import signal
 from .faults import CUT, DEATHS, DIRECT, ENDINGS, INIT, SHUTDOWN, SLOW, START, Fault
 from .world import Outcome
 
-__all__ = ("allowed_seconds", "faults_of", "names")
-
 SOON, LATE = 6.0, 35.0
 """Seconds until all ranks have noticed a death, and until they have given up one that does not answer."""
 HOROVODS = ("gloo::IoException", "gloo::EnforceNotMet", "HTTP request failed")

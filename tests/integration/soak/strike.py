@@ -17,8 +17,6 @@ import dualdist as hvd
 
 from .faults import ENDINGS, LINKS, SAVE, Fault
 
-__all__ = ("Injected", "Strike")
-
 SIGNALS = {name: getattr(signal, name) for name in ("SIGKILL", "SIGTERM", "SIGSTOP")}
 CHILD_SECONDS = 20
 

@@ -27,8 +27,6 @@ from ...helpers.world import ROOT, WORLD_KINDS
 from .faults import CUT, DIRECT, INIT, LINKS, START, Fault
 from .hostile import OPEN_MPI_PORTS, Attack
 
-__all__ = ("Outcome", "run_world")
-
 KINDS = {kind.name: kind for kind in WORLD_KINDS}
 RUN_SECONDS = 60.0
 """For a run without a fault, on a busy machine."""
