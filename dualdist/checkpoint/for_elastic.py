@@ -16,22 +16,13 @@ from ..core.collectives.objects import if_all_succeed
 from ..core.world.ranks import rank
 from ..errors import CheckpointError, logger
 from .catalog import Catalog, CatalogEntry
-from .contents import (
-    check_state,
-    collect,
-    collect_own,
-    is_collective,
-    is_per_rank,
-    is_stateful,
-    on_host,
-    to_portable,
-)
+from .contents import check_state, collect, collect_own, on_host, to_portable
+from .contents import is_collective as is_collective
+from .contents import is_per_rank as is_per_rank
+from .contents import is_stateful as is_stateful
 from .format import MemoryFile, make_manifest
 from .restoration import load_into
 from .save_and_load import from_writer, receive_checkpoint
-
-__all__ = ("Commits", "is_collective", "is_per_rank", "is_stateful")
-
 
 _KEPT = 2
 """The newest commit, and one to use when the newest is damaged."""
@@ -108,13 +99,8 @@ def _check(objects: Mapping[str, Any]) -> None:
 
 def _is_shared_with_rank_0(folder: Path) -> bool:
     """Return whether this folder is also that of rank 0, which then writes for both. Collective."""
-
-    def make_mark() -> str:
-        mark = folder / f".{secrets.token_hex(8)}"
-        mark.touch()
-        return mark.name
-
-    mark = folder / from_writer(make_mark)
+    mark = folder / from_writer(lambda: f".{secrets.token_hex(8)}")
+    from_writer(mark.touch)
     is_seen = if_all_succeed(lambda: rank() != 0 and mark.exists(), CheckpointError)
     from_writer(mark.unlink)
     return is_seen

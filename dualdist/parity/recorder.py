@@ -1,6 +1,6 @@
 """Runs a training script inside each process of `dualdist parity`, and writes what it computed to a file.
 
-    python -m dualdist.parity.recorder FOLDER STEPS SIZE BACKEND DEADLINE -- [-m] SCRIPT ARGS
+    python -m dualdist.parity.recorder FOLDER STEPS SIZE BACKEND SIGNAL -- [-m] SCRIPT ARGS
 
 The script is not changed, nor are its numbers: nothing here calls a collective or draws a random number. Hooks of
 torch see each forward of a whole model, each backward and each step of an optimizer. A tensor is recorded as a

@@ -89,15 +89,14 @@ class Agent:
     def __init__(self, request: dict[str, Any], task: int | None) -> None:
         self._request = request
         self._task = task
-        self._selector = selectors.DefaultSelector()
+        self._selector, self._idle = selectors.DefaultSelector(), selectors.DefaultSelector()
+        """What to wait for. While the grant is used up, the processes' output is not read: the second lacks it."""
         self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         """process id -> (rank, process)"""
         self._pipes: dict[int, list[tuple[int, int]]] = {}
         """rank -> [(file descriptor, kind)]"""
         self._granted, self._sent = int(request["window"]), 0
         """How many bytes of output the launcher has granted in total, and how many were sent to it."""
-        self._held = False
-        """Whether the agent does not read the processes' output, because the grant is used up."""
         self._stdin: IO[bytes] | None = None
         """The pipe to the standard input of rank 0, if it is here and the launcher sends what is written to it."""
         self._input: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -140,7 +139,8 @@ class Agent:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        for selector in (self._selector, self._idle):
+            selector.register(self._wake_reader, selectors.EVENT_READ, None)
 
     def _start(self, rank: int) -> None:
         env, threads = self._environment(rank)
@@ -164,7 +164,9 @@ class Agent:
             )
         except (OSError, ValueError) as error:  # ValueError: a null byte
             code = 126 if isinstance(error, PermissionError) else 127  # as in a shell
-            self._report(ENDED, rank, {"code": code, "time": time.monotonic(), "error": _error_text(error)})
+            name, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
+            text = str(error) if name is None else f"{reason}: {os.fsdecode(name)}"
+            self._report(ENDED, rank, {"code": code, "time": time.monotonic(), "error": text})
             return
         self._running[child.pid] = (rank, child)
         self._stdin = self._stdin or child.stdin
@@ -198,8 +200,8 @@ class Agent:
 
     def _pass_on(self) -> None:
         """Send what the processes have written, and report those that have ended."""
-        self._hold(self._sent >= self._granted)
-        ready = [key for key, _ in self._selector.select()]
+        selector = self._idle if self._sent >= self._granted else self._selector
+        ready = [key for key, _ in selector.select()]
         for key in ready:
             if key.data is not None:
                 self._copy(key.fd, *key.data)
@@ -209,18 +211,6 @@ class Agent:
                 with contextlib.suppress(BlockingIOError):
                     os.read(key.fd, _CHUNK)
                 self._reap()
-
-    def _hold(self, held: bool) -> None:
-        """Stop reading the processes' output, or start again."""
-        if held == self._held:
-            return
-        self._held = held
-        for rank, pipes in self._pipes.items():
-            for descriptor, kind in pipes:
-                if held:
-                    self._selector.unregister(descriptor)
-                else:
-                    self._selector.register(descriptor, selectors.EVENT_READ, (rank, kind))
 
     def _copy(self, descriptor: int, rank: int, kind: int) -> int:
         """Send one chunk of a process's output. Return its length, 0 when there is none now."""
@@ -232,8 +222,7 @@ class Agent:
             self._send(kind, rank, data)
             self._sent += len(data)
             return len(data)
-        if not self._held:
-            self._selector.unregister(descriptor)
+        self._selector.unregister(descriptor)
         self._pipes[rank].remove((descriptor, kind))
         os.close(descriptor)
         return 0
@@ -448,12 +437,6 @@ def _address(probe: socket.socket, interface: str) -> bytes | None:
     with contextlib.suppress(OSError):  # it has no IPv4 address
         return fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))[20:24]
     return None
-
-
-def _error_text(error: OSError | ValueError) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.strerror}: {os.fsdecode(error.filename)}"
-    return str(error)
 
 
 def _bytes(text: str) -> bytes:

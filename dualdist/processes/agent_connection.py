@@ -18,15 +18,16 @@ import selectors
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ..core.executor import in_thread
 from ..errors import ConfigurationError
 from . import agent
 from .agent import ENDED, ENDING_SIGNALS, HEADER, INPUT, LOST, PASSED_SIGNALS, RESULT, STDERR, STDOUT
@@ -137,17 +138,14 @@ class AgentConnection:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        assert (
-            self.popen.stdin is not None and self.popen.stdout is not None and self.popen.stderr is not None
-        )
-        self._stdin, self.stdout, self.stderr = self.popen.stdin, self.popen.stdout, self.popen.stderr
+        pipes: Any = self.popen
+        self._stdin, self.stdout, self.stderr = pipes.stdin, pipes.stdout, pipes.stderr
         os.set_blocking(self.stderr.fileno(), False)
         if job.local:
             # With a larger pipe, agent and launcher take turns less often. Some users may not enlarge it: pipe(7).
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self.stdout.fileno(), fcntl.F_SETPIPE_SZ, _READ_BYTES)
-        self._sender = threading.Thread(target=self._send, name=f"dualdist-{job.host}", daemon=True)
-        self._sender.start()
+        self._sender = in_thread(self._send, f"dualdist-{job.host}")
 
     def _send(self) -> None:
         """Send messages, and a sign of life every few seconds. Runs in its own thread, because a write may block."""
@@ -200,7 +198,7 @@ class AgentConnection:
             self.popen.wait(2 * _AGENT_SECONDS)
         self._kill()
         self.popen.wait()
-        self._sender.join()
+        wait([self._sender])
         self.stdout.close()
         self.stderr.close()
 
@@ -257,7 +255,7 @@ class AgentConnection:
                 self._taken += length
                 yield Event(kind, rank, self.job.host, data)
             elif kind == INPUT:
-                threading.Thread(target=self._send_input, name="dualdist-input", daemon=True).start()
+                in_thread(self._send_input, "dualdist-input")
             else:
                 yield self._event(kind, rank, json.loads(data))
         del self._buffer[:end]

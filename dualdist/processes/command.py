@@ -307,11 +307,11 @@ def _hosts(args: argparse.Namespace, env: Mapping[str, str]) -> list[Host]:
         return parse_hosts(args.hosts)
     if args.hostfile is not None:
         return read_hostfile(Path(args.hostfile), "--hostfile")
-    allocation = find_allocation(env)
-    if allocation is not None and not (len(allocation.hosts) == 1 and args.size):
-        listed = ",".join(f"{host.name}:{host.slots}" for host in allocation.hosts)
-        sys.stderr.write(f"dualdist run: the hosts are {listed}, from {allocation.variable}.\n")
-        return allocation.hosts
+    variable, hosts = find_allocation(env)
+    if len(hosts) > 1 or (hosts and not args.size):
+        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        sys.stderr.write(f"dualdist run: the hosts are {listed}, from {variable}.\n")
+        return hosts
     if args.size is None:
         raise ConfigurationError(
             "`-np` must be given without -H and --hostfile, but is absent. Give the number of processes."

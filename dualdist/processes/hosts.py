@@ -156,23 +156,16 @@ def merged(hosts: Iterable[Host]) -> list[Host]:
 # The hosts that a resource manager has allocated to the job in which `dualdist run` was started.
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """The hosts of a job."""
-
-    variable: str
-    """The variable of the environment that names them, or the job."""
-    hosts: list[Host]
-    """Each host once, with the number of processes for which it was allocated."""
-
-
 _FLUX_SECONDS = 30.0
 _SLURM_COUNTS = ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
 """Slurm's variables with a number for each node: of tasks, else of CPUs."""
 
 
-def find_allocation(env: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation that `env` describes; None outside one. Raises ConfigurationError if it cannot be read."""
+def find_allocation(env: Mapping[str, str]) -> tuple[str, list[Host]]:
+    """Return the variable that names the hosts of a job, or the job, and its hosts; none outside a job.
+
+    Each host has the number of processes for which it was allocated. Raises ConfigurationError if it cannot be read.
+    """
     for variable, read in _READERS.items():
         text = env.get(variable, "")
         if text:
@@ -187,8 +180,8 @@ def find_allocation(env: Mapping[str, str]) -> Allocation | None:
                 ) from error
             for host in hosts:
                 parse_host(host.name, variable)
-            return Allocation(variable, hosts)
-    return None
+            return variable, hosts
+    return "", []
 
 
 def _slurm(nodes: str, env: Mapping[str, str]) -> list[Host]:
@@ -362,30 +355,31 @@ def agent_command(
         raise ConfigurationError(
             f"`-H` must name hosts without a user for `--start-with {starter}`, but has {host!r} instead."
         )
-    how, command = started_by(host, env)
-    return [sys.executable, "-E", "-s", "-S", relay.__file__, address, HOST_VARIABLES, how, *command]
+    how = relay.FILE if started_by is _pbsdsh else relay.VARIABLE
+    command = [sys.executable, "-E", "-s", "-S", relay.__file__, address, HOST_VARIABLES, how]
+    return [*command, *started_by(host, env)]
 
 
-def _srun(host: str, _: Mapping[str, str]) -> tuple[str, list[str]]:
+def _srun(host: str, _: Mapping[str, str]) -> list[str]:
     """A step of one task, which may use the CPUs and GPUs of the other steps of the job (srun(1))."""
     size = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={host}"]
-    return relay.VARIABLE, ["srun", "--overlap", *size, "--mpi=none", "--cpu-bind=none", "--export=ALL", "--"]
+    return ["srun", "--overlap", *size, "--mpi=none", "--cpu-bind=none", "--export=ALL", "--"]
 
 
-def _mpirun(host: str, _: Mapping[str, str]) -> tuple[str, list[str]]:
+def _mpirun(host: str, _: Mapping[str, str]) -> list[str]:
     """mpirun starts processes through the resource manager for which it was built, else over ssh."""
     if not is_open_mpi("mpirun"):
         # Hydra passes on the environment.
-        return relay.VARIABLE, ["mpirun", "-n", "1", "-hosts", host]
+        return ["mpirun", "-n", "1", "-hosts", host]
     options = ["--bind-to", "none", "-x", "DUALDIST_AGENT", *["--allow-run-as-root"] * (os.getuid() == 0)]
-    return relay.VARIABLE, ["mpirun", "-np", "1", "-H", host, *options]
+    return ["mpirun", "-np", "1", "-H", host, *options]
 
 
-def _pbsdsh(host: str, env: Mapping[str, str]) -> tuple[str, list[str]]:
+def _pbsdsh(host: str, env: Mapping[str, str]) -> list[str]:
     """pbsdsh takes the number of a line of PBS_NODEFILE, and passes on no environment (pbsdsh(1B))."""
     try:
         lines = Path(env.get("PBS_NODEFILE", "")).read_text().split()
-        return relay.FILE, ["pbsdsh", "-n", str(lines.index(host)), "--"]
+        return ["pbsdsh", "-n", str(lines.index(host)), "--"]
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"`PBS_NODEFILE` must be a file that names {host} for `--start-with pbsdsh`, but is "
@@ -393,10 +387,10 @@ def _pbsdsh(host: str, env: Mapping[str, str]) -> tuple[str, list[str]]:
         ) from error
 
 
-STARTERS: Mapping[str, Callable[[str, Mapping[str, str]], tuple[str, list[str]]] | None] = {
+STARTERS: Mapping[str, Callable[[str, Mapping[str, str]], list[str]] | None] = {
     DEFAULT_STARTER: None,
     "srun": _srun,
     "pbsdsh": _pbsdsh,
     "mpirun": _mpirun,
 }
-"""name -> function that returns how the agent finds the relay, and the command before it. None: ssh, without one."""
+"""name -> function that returns what starts an agent, which connects to a relay. None: ssh, without one."""

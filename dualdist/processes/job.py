@@ -374,19 +374,13 @@ class _Ending:
 @contextlib.contextmanager
 def _signals() -> Iterator[int]:
     """Yield a file with the numbers of the signals that arrive. Signals that are ignored, as under nohup, stay so."""
-    reader, writer = os.pipe()
-    for end in (reader, writer):
-        os.set_blocking(end, False)
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number, handler in handlers.items():
-        if handler != signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)
-    try:
+    with contextlib.ExitStack() as undo:
+        reader, writer = os.pipe()
+        for end in (reader, writer):
+            undo.callback(os.close, end)
+            os.set_blocking(end, False)
+        undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                undo.callback(signal.signal, number, signal.signal(number, lambda *_: None))
         yield reader
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(wakeup)
-        os.close(reader)
-        os.close(writer)

@@ -10,20 +10,9 @@ import dualdist as hvd
 from ..helpers.exchanges import exchanges
 from ..helpers.world import everywhere
 
-DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+DTYPES = (*WHOLE, *FLOATS)
 
 
 def rows(rank: int, width: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -25,17 +25,8 @@ COMBINE: dict[int, Callable[[Iterable[float]], float]] = {
     hvd.Max: max,
     hvd.Product: math.prod,
 }
-DTYPES = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 SMALL, LARGE = 1, 4000
 """Repetitions of the values: the data fits into the message of the agreement, and does not fit."""
 

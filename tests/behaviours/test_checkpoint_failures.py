@@ -70,23 +70,6 @@ def test_without_a_rated_checkpoint_damaged_ones_are_named_and_the_others_are_no
         assert manager.restore_latest() is not None and manager.steps == 0
 
 
-@pytest.mark.timeout(60)
-@everywhere
-def test_a_fifo_is_passed_over_like_a_damaged_file(tmp_path: Path) -> None:
-    state: dict[str, Any] = {"value": 0.5}
-    with warned() as messages, CheckpointManager(folder(tmp_path), state, every_steps=1) as manager:
-        manager.step()
-        fifo = tmp_path / "step-000000002.pt"
-        if hvd.rank() == 0:
-            os.mkfifo(fifo)
-        state["value"] = 0.0
-        assert manager.restore_latest() is not None and state["value"] == 0.5
-        with pytest.raises(hvd.DamagedCheckpointError, match="a FIFO, not a regular file"):
-            load(fifo, state)
-    if hvd.rank() == 0:
-        assert "a FIFO, not a regular file" in " ".join(messages)
-
-
 @everywhere
 def test_damaged_files_do_not_count_as_kept(tmp_path: Path) -> None:
     state: dict[str, Any] = {"value": 0}

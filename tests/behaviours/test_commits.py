@@ -26,6 +26,7 @@ from ..helpers.collected_warnings import warned
 from ..helpers.elastic_training import make_state, train_batch, weight, weight_after
 from ..helpers.faulty_file_system import CountingFileSystem
 from ..helpers.world import everywhere
+from .test_checkpoint_failures import damage
 
 
 def opened(tmp_path: Path) -> Commits:
@@ -118,10 +119,7 @@ def test_the_newest_commit_of_any_node_is_used(tmp_path: Path) -> None:
 @everywhere
 def test_a_damaged_commit_is_passed_over(tmp_path: Path) -> None:
     commit_batches(tmp_path, 3)
-    path = tmp_path / str(hvd.rank()) / "step-000000003.pt"
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data)
+    damage(tmp_path / str(hvd.rank()) / "step-000000003.pt")
     state = resumed_from(tmp_path)
     assert (weight(state), state.batch) == (weight_after(2), 2)
     assert "checksum" in state.warnings[0]

@@ -28,6 +28,7 @@ from dualdist.checkpoint import CheckpointManager
 from ..helpers.collected_warnings import warned
 from ..helpers.sharded_training import adamw, shard, train, transformer, weights, whole
 from ..helpers.world import everywhere
+from .test_checkpoint_failures import damage
 
 SAVED, MORE = 2, 2
 """Steps before and after a save."""
@@ -81,13 +82,6 @@ def small_files(is_on: bool) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def changed(path: Path) -> None:
-    """Flip one bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -267,19 +261,6 @@ def test_optimizer_state_keeps_its_dtypes(tmp_path: Path) -> None:
         with managed(tmp_path / str(dtype), loaded) as manager:
             manager.restore_latest()
         assert contents(loaded) == contents(saved)
-
-
-@later_with_horovod
-def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
-    state = sharded_run()
-    with managed(tmp_path, state, keep=2, best=("accuracy", "max"), every_steps=None) as manager:
-        for number in range(5):
-            manager.steps = number
-            manager.save({"accuracy": -abs(number - 1.0)})
-        hvd.barrier()
-        assert names_in(tmp_path) == [f"step-{n:09d}" for n in (1, 3, 4)]
-        best = manager.restore_best()
-        assert best is not None and best.step == 1
 
 
 @later_with_horovod
@@ -527,7 +508,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     state, newest, part = sharded_run(), tmp_path / "step-000000002", f"__{hvd.size() - 1}_0.distcp"
     with managed(tmp_path, state) as manager:
         step(state, manager, 2)
-    for harm, name in ((os.unlink, part), (changed, part), (changed, ".metadata"), (changed, "dualdist.pt")):
+    for harm, name in ((os.unlink, part), (damage, part), (damage, ".metadata"), (damage, "dualdist.pt")):
         if hvd.rank() == 0:
             harm(newest / name)
         hvd.barrier()

@@ -20,20 +20,8 @@ import dualdist.core.collectives.reduction as reduction_module
 import dualdist.sync_batch_norm as rows_module
 
 _METHODS = (
-    "__array__",
-    "__bool__",
-    "__complex__",
-    "__contains__",
-    "__float__",
-    "__index__",
-    "__int__",
-    "__repr__",
-    "cpu",
-    "is_nonzero",
-    "item",
-    "numpy",
-    "tolist",
-)
+    "__array__ __bool__ __complex__ __contains__ __float__ __index__ __int__ __repr__ cpu is_nonzero item numpy tolist"
+).split()
 _aten = torch.ops.aten
 _READS = {
     _aten._local_scalar_dense.default,

@@ -88,21 +88,29 @@ def accept(names: str, reason: str, *, called: bool = True) -> Accepted:
 
 
 ELASTIC = (
-    "min_num_proc",
-    "max_num_proc",
-    "min_np",
-    "max_np",
-    "slots",
-    "reset_limit",
-    "cooldown_range",
-    "host_discovery_script",
+    "min_num_proc max_num_proc min_np max_np slots reset_limit cooldown_range host_discovery_script".split()
 )
 """Parameters of horovod.run for elastic jobs."""
 
 NUMBERS = "whole negative huge fraction"
+FLAGS = (
+    "shuffle drop_last pad sparse_as_dense init_sync divide_by_initial_world_size throw_on_early_termination enable "
+    "affine track_running_stats mark_cycles strict partial asynchronous random_state sharded"
+)
+UNUSED = (
+    "output_device dim find_unused_parameters check_reduction gradient_as_bucket_view static_graph "
+    "skip_all_reduce_unused_params batched_grad_copy lazy_bucket_allocation"
+)
+LATER = (
+    "SyncBatchNorm.process_set metrics.Mean.process_set metrics.Sum.process_set metrics.ConfusionMatrix.process_set "
+    "SyncBatchNorm.convert_sync_batchnorm.process_set"
+)
 
 ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
     {
+        **dict.fromkeys(FLAGS.split(), accept("true", "a flag")),
+        **dict.fromkeys(UNUSED.split(), accept("all", "without effect")),
+        **dict.fromkeys(LATER.split(), accept("unregistered", "it may be registered later")),
         "tensor": accept("tensor", "a tensor"),
         "sparse_allreduce_async.tensor": accept("sparse", "a sparse tensor"),
         "name": accept("none text", "a name is optional, and any text"),
@@ -122,9 +130,6 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "iterable": accept("text bytes list numbers dictionary tensor", "any iterable"),
         "num_replicas": accept("none whole huge", "any number of ranks"),
         "rank": accept("none", "this rank"),
-        "shuffle": accept("true", "a flag"),
-        "drop_last": accept("true", "a flag"),
-        "pad": accept("true", "a flag"),
         "seed": accept("whole negative", "any number that torch accepts as a seed"),
         "seed_everything.seed": accept("whole", "a seed that NumPy accepts, too"),
         "rank_offset": accept("true whole", "True is 1"),
@@ -140,43 +145,23 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "num_groups": accept("whole huge", "deprecated: any number of groups"),
         "groups": accept("none whole huge", "any number of groups"),
         "comm_hook": accept("none", "an allreduce"),
-        "sparse_as_dense": accept("true", "a flag"),
         "device_ids": accept("none", "tensors stay where they are"),
-        "output_device": accept("all", "without effect"),
-        "dim": accept("all", "without effect"),
         "broadcast_buffers": accept("none true", "a flag"),
-        "init_sync": accept("true", "a flag"),
         "process_group": accept("none", "all ranks"),
         "bucket_cap_mb": accept("none whole huge fraction", "any size"),
-        "find_unused_parameters": accept("all", "without effect"),
-        "check_reduction": accept("all", "without effect"),
-        "gradient_as_bucket_view": accept("all", "without effect"),
-        "static_graph": accept("all", "without effect"),
         "delay_all_reduce_named_params": accept("none", "no such parameters"),
         "param_to_hook_all_reduce": accept("none", "no such parameter"),
         "mixed_precision": accept("none", "no casts"),
         "device_mesh": accept("none", "all ranks"),
         "device_mesh.shape": accept("none", "all ranks in one dimension"),
-        "skip_all_reduce_unused_params": accept("all", "without effect"),
         "bucket_cap_mb_list": accept("none numbers tensor", "any sizes"),
-        "batched_grad_copy": accept("all", "without effect"),
         "forward_sync_buffers": accept("none true", "a flag"),
-        "lazy_bucket_allocation": accept("all", "without effect"),
-        "divide_by_initial_world_size": accept("true", "a flag"),
-        "throw_on_early_termination": accept("true", "a flag"),
-        "enable": accept("true", "a flag"),
         "num_features": accept("whole", "a number of channels"),
         "eps": accept("whole huge fraction", "any number from 0"),
         "momentum": accept("none", "an average over all batches, as in torch"),
-        "affine": accept("true", "a flag"),
-        "track_running_stats": accept("true", "a flag"),
-        "SyncBatchNorm.process_set": accept("unregistered", "it may be registered later"),
         "SyncBatchNorm.process_group": accept("none unregistered", "it may be registered later"),
         "SyncBatchNorm.convert_sync_batchnorm.process_group": accept(
             "none unregistered", "it may be registered later"
-        ),
-        "SyncBatchNorm.convert_sync_batchnorm.process_set": accept(
-            "unregistered", "it may be registered later"
         ),
         "remove_process_set.process_set": accept("unregistered", "False"),
         "SyncBatchNorm.device": accept(
@@ -184,7 +169,6 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         ),
         "dtype": accept("", "a torch.dtype"),
         "SyncBatchNorm.dtype": accept("none", "the default dtype"),
-        "mark_cycles": accept("true", "a flag"),
         "file_path": accept("text", "a path", called=False),
         **{
             f"run.{name}": accept(names, reason, called=False)
@@ -226,18 +210,13 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "step": accept("none whole huge", "any number of steps"),
         "metrics": accept("none dictionary", "no metrics, or numbers"),
         "metrics.compute.metrics": accept("", "metrics of this package"),
-        "strict": accept("true", "a flag"),
-        "partial": accept("true", "a flag"),
         "keep": accept("none whole huge", "all, or a number"),
         "keep_best": accept("", "the cases have no metric"),
         "every_steps": accept("none whole huge", "never, or a number of steps"),
         "every_seconds": accept("none whole huge fraction", "never, or a number of seconds"),
         "best": accept("none", "no metric"),
-        "asynchronous": accept("true", "a flag"),
         "exit_code": accept("whole", "an exit code"),
         "agree_every": accept("whole huge", "a number of steps"),
-        "random_state": accept("true", "a flag"),
-        "sharded": accept("true", "a flag"),
         "checkpoint.export_weights.model": accept("", "a module"),
         "offset": accept("none whole huge", "the rank, or any number"),
         "lr": accept(NUMBERS, "any number"),
@@ -253,9 +232,6 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
             "true whole negative fraction nan infinite numbers tensor", "numbers, also those that diverge"
         ),
         "count": accept("whole huge fraction", "a number of samples"),
-        "metrics.Mean.process_set": accept("unregistered", "it may be registered later"),
-        "metrics.Sum.process_set": accept("unregistered", "it may be registered later"),
-        "metrics.ConfusionMatrix.process_set": accept("unregistered", "it may be registered later"),
         "num_classes": accept("whole", "a number of classes"),
         "ignore_index": accept("none whole negative huge", "any integer"),
         "group": accept("none", "all ranks"),

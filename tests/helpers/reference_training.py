@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -37,13 +38,8 @@ def loss_of(model: Callable[..., torch.Tensor], inputs: torch.Tensor, targets: t
 
 def assert_same_weights(model: nn.Module, reference: nn.Module, rtol: float = 1e-10) -> None:
     for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(
-            param,
-            expected,
-            rtol=rtol,
-            atol=rtol,
-            msg=lambda text, name=name: f"{name}: {text}",  # type: ignore[misc]
-        )
+        label: Any = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(param, expected, rtol=rtol, atol=rtol, msg=label)
 
 
 def train_beside(
@@ -54,10 +50,14 @@ def train_beside(
     alone: torch.optim.Optimizer,
     *,
     set_to_none: bool = True,
+    zeroes: Any = None,
 ) -> None:
-    """Train a model with this rank's share of each batch, and a reference with the whole batch in this process."""
+    """Train a model with this rank's share of each batch, and a reference with the whole batch in this process.
+
+    zeroes: the module that sets the gradients to zero. None: the optimizer does.
+    """
     for inputs, targets in given:
-        optimizer.zero_grad(set_to_none)
+        (zeroes or optimizer).zero_grad(set_to_none)
         loss_of(model, share(inputs), share(targets)).backward()
         optimizer.step()
         alone.zero_grad()
@@ -92,11 +92,6 @@ def check_training(
         options["groups"] = [[params[place] for place in group] for group in options["groups"]]
     optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters(), **options)
     alone = make(reference.parameters())
-    for inputs, targets in batches(steps):
-        (model if zero_with_model else optimizer).zero_grad(set_to_none=set_to_none)
-        loss_of(model, share(inputs), share(targets)).backward()
-        optimizer.step()
-        alone.zero_grad()
-        loss_of(reference, inputs, targets).backward()
-        alone.step()
+    zeroes = model if zero_with_model else None
+    train_beside(batches(steps), model, optimizer, reference, alone, set_to_none=set_to_none, zeroes=zeroes)
     assert_same_weights(model, reference, rtol)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -108,34 +109,29 @@ def finish(
     forks: whether its Pythons may be forks of one that has imported torch, which do not run sitecustomize.
     """
     mark = secrets.token_hex(8)
-    process = subprocess.Popen(
-        forked(command) if forks else command,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        env={
-            **os.environ,
-            **(fork_variables() if forks else {}),
-            **STACKS,
-            "OMP_NUM_THREADS": "1",
-            **(environment or {}),
-            MARK: mark,
-        },
-    )
+    added = {**(fork_variables() if forks else {}), **(environment or {}), MARK: mark}
+    process = popen(forked(command) if forks else command, added, cwd=folder)
     try:
-        output, _ = process.communicate(timeout=seconds)
+        written, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         abort(mark, process)
-        output, _ = process.communicate()
+        written, _ = process.communicate()
+        output = written.decode(errors="replace")
         raise AssertionError(f"{' '.join(command)} did not end within {seconds:.0f} s:\n{output}") from None
+    output = "\n".join(re.split(r"\r\n?|\n", written.decode(errors="replace")))
     ended = Ended(process.returncode, SEMAPHORES_DELETED.sub("", output))
     line = " ".join(command).encode(errors="backslashreplace").decode()  # an argument may be no text
     print(f"{line} ended with exit code {ended.code}:\n{ended.shown()}")
     return ended
+
+
+def popen(
+    command: Sequence[str], added: Mapping[str, str], output: Any = subprocess.PIPE, cwd: Path = ROOT
+) -> subprocess.Popen[bytes]:
+    """Start a launcher in a session of its own, with one thread and `added` variables, and all its output in one."""
+    files: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+    env = {**os.environ, **STACKS, "OMP_NUM_THREADS": "1", **added}
+    return subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, **files)
 
 
 def abort(mark: str, launcher: subprocess.Popen[Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from .forks import fork_variables, forked
 from .namespace_hosts import Network
-from .script_launch import MARK, STACKS, abort
+from .script_launch import MARK, abort, popen
 from .task_worker import TASK_SECONDS, Task
 from .world import ROOT
 
@@ -63,22 +63,10 @@ def run_tasks(start: Start, tasks: Sequence[Task], network: Network | None = Non
         output = stack.enter_context(open(f"{folder}/output", "w+b"))
         listener = stack.enter_context(Listener(f"{folder}/socket", backlog=start.size, authkey=key.encode()))
         launchers = [
-            subprocess.Popen(
+            popen(
                 forked([part.format(address=listener.address, key=key) for part in command]),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={
-                    **os.environ,
-                    **fork_variables(),
-                    **STACKS,
-                    MARK: mark,
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": str(ROOT),
-                    **start.environment,
-                },
+                fork_variables() | {"PYTHONPATH": str(ROOT), **start.environment, MARK: mark},
+                output,
             )
             for command in start.commands
         ]

@@ -36,21 +36,8 @@ START_SECONDS = RUN_SECONDS = END_SECONDS = 60.0
 OTHERS_SECONDS = 5.0
 """How long the other ranks get once one has failed: they may be waiting for it."""
 
-MPIRUN = (
-    "mpirun",
-    "--allow-run-as-root",
-    "--oversubscribe",
-    "--bind-to",
-    "none",
-    "--mca",
-    "btl",
-    "tcp,self",
-    "--mca",
-    "btl_tcp_if_include",
-    "lo",
-    "-np",
-    "{size}",
-)
+_OPTIONS = "--allow-run-as-root --oversubscribe --bind-to none --mca btl tcp,self --mca btl_tcp_if_include lo"
+MPIRUN = ("mpirun", *_OPTIONS.split(), "-np", "{size}")
 """Over TCP: in shared memory Open MPI waits by spinning, which takes seconds with fewer cores than threads."""
 
 TORCHRUN = (f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "{size}", "--no-python")

@@ -29,17 +29,8 @@ def test_a_batch_script_trains_on_two_nodes(script: str, slurm: Slurm, tmp_path:
     # The nodes' names are Slurm's alone: both are this host.
     variables = {"PYTHON": forked([sys.executable])[0], "PYTHONPATH": str(ROOT), **fork_variables()}
     variables |= {"HEAD": "127.0.0.1", "PORT": str(slurm.free_port())}
-    slurm.finish(
-        "sbatch",
-        "--wait",
-        f"--output={log}",
-        str(CLUSTER / script),
-        "--epochs",
-        "1",
-        "--metrics",
-        str(metrics),
-        environment=variables,
-    ).check()
+    command = f"sbatch --wait --output={log} {CLUSTER / script} --epochs 1 --metrics {metrics}"
+    slurm.finish(*command.split(), environment=variables).check()
     launcher = "srun" if script == "slurm.sbatch" else "torchrun"
     for words in (f'"launcher": "{launcher}"', '"world_size": 4'):
         assert words in metrics.read_text()

@@ -121,29 +121,10 @@ def test_torchrun_with_two_agents_survives_a_kill_and_changes_of_hosts(
 ) -> None:
     os.mkfifo(tmp_path / "start")
     meeting = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    options = f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-id job --rdzv-conf {QUICK}"
+    options += f" --rdzv-endpoint localhost:{meeting.port}"
     agent = shlex.join(
-        [
-            f"{BIN}/torchrun",
-            "--nnodes",
-            "1:2",
-            "--nproc-per-node",
-            "1",
-            "--max-restarts",
-            "3",
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-id",
-            "job",
-            "--rdzv-conf",
-            QUICK,
-            "--rdzv-endpoint",
-            f"localhost:{meeting.port}",
-            DISTURBED,
-            str(tmp_path),
-            "10:add",
-            "20:kill",
-            "30:remove",
-        ]
+        [f"{BIN}/torchrun", *options.split(), DISTURBED, str(tmp_path), "10:add", "20:kill", "30:remove"]
     )
     # The second agent gets the lower process id, and with it the lower ranks.
     ended = finish(
@@ -158,20 +139,9 @@ def test_torchrun_with_two_agents_survives_a_kill_and_changes_of_hosts(
 
 @pytest.mark.only_ci
 def test_torchrun_with_one_agent_survives_a_kill(tmp_path: Path, undisturbed: float) -> None:
-    ended = finish(
-        [
-            f"{BIN}/torchrun",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "--max-restarts",
-            "1",
-            DISTURBED,
-            str(tmp_path),
-            "20:kill",
-        ],
-        {"DUALDIST_ELASTIC_DIR": str(tmp_path / "commits")},
-    )
+    options = "--standalone --nproc-per-node 2 --max-restarts 1"
+    command = [f"{BIN}/torchrun", *options.split(), DISTURBED, str(tmp_path), "20:kill"]
+    ended = finish(command, {"DUALDIST_ELASTIC_DIR": str(tmp_path / "commits")})
     assert final_loss(ended) == pytest.approx(undisturbed, rel=NOISE)
     assert began(tmp_path) in ([(0, 2), (step, 2)] for step in KILLED)
     assert_every_sample_is_seen_once(tmp_path)

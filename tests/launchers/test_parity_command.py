@@ -298,19 +298,6 @@ def test_a_picture_needs_matplotlib(
 def test_the_picture_has_both_losses(record: Callable[[str], Path], tmp_path: Path) -> None:
     need_modules("matplotlib")
     picture = tmp_path / "picture.png"
-    compared(
-        tmp_path,
-        *(
-            "--against",
-            record("torch"),
-            "--right",
-            TORCHRUN,
-            "--plot",
-            picture,
-            "--steps",
-            "2",
-            SCRIPT,
-            "torch",
-        ),
-    )
+    cells = ("--against", record("torch"), "--right", TORCHRUN)
+    compared(tmp_path, *cells, "--plot", picture, "--steps", "2", SCRIPT, "torch")
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -88,20 +88,8 @@ def test_cores_are_shared_as_threads_unless_the_user_sets_their_number(
 def test_options_set_the_variables_of_the_processes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     names = ("DUALDIST_BACKEND", "DUALDIST_TRANSPORT", "DUALDIST_INTERFACE", "A", "NCCL_IB_DISABLE")
-    ended = run(
-        "-np",
-        "1",
-        "--backend",
-        "torch",
-        "--gloo",
-        "--network-interface",
-        "lo",
-        "--env",
-        "A=b=c",
-        "--tcp",
-        "--",
-        *python(f"import os; print([os.environ.get(name) for name in {names}])"),
-    )
+    options = "-np 1 --backend torch --gloo --network-interface lo --env A=b=c --tcp --"
+    ended = run(*options.split(), *python(f"import os; print([os.environ.get(name) for name in {names}])"))
     assert ended.written(0) == b"['torch', 'gloo', 'lo', 'b=c', '1']\n"
 
 

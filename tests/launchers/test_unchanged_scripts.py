@@ -100,17 +100,9 @@ def test_dualdist_replaces_a_horovod_that_is_not_installed(tmp_path: Path) -> No
 
 
 def test_variables_that_the_user_sets_are_kept(run: Run) -> None:
-    ended = run(
-        "-np",
-        "1",
-        "--env",
-        "MASTER_ADDR=node7",
-        "--env",
-        "HOROVOD_CONTROLLER=mpi",
-        *python(
-            "import os; print([os.environ.get(name) for name in ('MASTER_ADDR', 'RANK', 'HOROVOD_CONTROLLER')])"
-        ),
-    )
+    names = ("MASTER_ADDR", "RANK", "HOROVOD_CONTROLLER")
+    options = f"-np 1 --env {names[0]}=node7 --env {names[2]}=mpi"
+    ended = run(*options.split(), *python(f"import os; print([os.environ.get(name) for name in {names}])"))
     assert ended.written(0) == b"['node7', None, 'mpi']\n"
 
 

@@ -10,15 +10,8 @@ from hypothesis import strategies as st
 
 CALL, CALL_AND_WAIT, WAIT, FAIL = "call", "call and wait", "wait", "fail"
 
-KINDS = (
-    "allreduce",
-    "grouped_allreduce",
-    "allgather",
-    "broadcast",
-    "alltoall",
-    "reducescatter",
-    "allgather_object",
-    "barrier",
+KINDS = tuple(
+    "allreduce grouped_allreduce allgather broadcast alltoall reducescatter allgather_object barrier".split()
 )
 WITH_JOIN = ("allreduce", "allreduce", "allreduce", "allgather", "broadcast")
 WAITING = ("allgather_object", "barrier")

@@ -15,14 +15,13 @@ SLURM = {"SLURM_JOB_NODELIST": "node[07-08,20]", "SLURM_JOB_CPUS_PER_NODE": "64(
 
 
 def hosts(env: Mapping[str, str]) -> dict[str, int]:
-    found = find_allocation(env)
-    assert found is not None
-    assert found.variable in env
-    return {host.name: host.slots for host in found.hosts}
+    variable, found = find_allocation(env)
+    assert variable in env
+    return {host.name: host.slots for host in found}
 
 
 def test_outside_a_job_there_is_none() -> None:
-    assert find_allocation({"HOME": "/root", "PBS_NODEFILE": ""}) is None
+    assert find_allocation({"HOME": "/root", "PBS_NODEFILE": ""}) == ("", [])
 
 
 def test_slurm_gives_the_tasks_of_each_node_else_its_cpus() -> None:

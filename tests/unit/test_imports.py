@@ -25,14 +25,7 @@ CORE = (
     {"core.backends"},
     {"core.meeting"},
     {"core.launch"},
-    {
-        "core.accelerator",
-        "core.checks",
-        "core.compiling",
-        "core.executor",
-        "core.extensions",
-        "core.process_exit",
-    },
+    {f"core.{name}" for name in "accelerator checks compiling executor extensions process_exit".split()},
     {"core.types", "errors"},
 )
 """The rooms of the core, from the top to the bottom: a module imports from its own room and from those further down."""
@@ -71,15 +64,7 @@ BETWEEN_OTHERS = {
 }
 """A folder or file outside of the core -> the others of them that it imports, or names in a string."""
 
-WITHOUT_TORCH = {
-    "core.launch",
-    "core.meeting",
-    "processes",
-    "core.checks",
-    "core.executor",
-    "core.types",
-    "errors",
-}
+WITHOUT_TORCH = set("core.launch core.meeting processes core.checks core.executor core.types errors".split())
 
 BACKENDS_AND_TRANSPORTS = {"torch", "horovod", "local", "nccl", "xccl", "gloo", "mpi"}
 LAUNCHERS = {"python", "init", "env", "spawn"} | {row.name for row in launchers.LAUNCHERS}

@@ -23,15 +23,10 @@ PLACES = {START: 0.0, INIT: 0.6, CALL: 0.02, BACKWARD: 0.01, SAVE: 0.01, SHUTDOW
 DEATHS = ("SIGKILL", "SIGTERM", "exception", "sys.exit")
 ENDINGS = (*DEATHS, "SIGSTOP")
 """Faults that end or stop one rank."""
-OTHERS = (
-    "wrong arguments",
-    "fork",
-    "signal handler",
-    "damaged checkpoint",
-    "hostile connections",
-    "all killed",
-    "full disk",
-    "threads",
+OTHERS = tuple(
+    "wrong arguments,fork,signal handler,damaged checkpoint,hostile connections,all killed,full disk,threads".split(
+        ","
+    )
 )
 
 CUT, SLOW = LINKS = ("cut links", "slow links")

@@ -23,16 +23,7 @@ OWN = {
     "fork": 30.0,
     SLOW: 60.0,
 }
-TRAINED = (
-    "wrong arguments",
-    "damaged checkpoint",
-    "hostile connections",
-    "fork",
-    "full disk",
-    "threads",
-    SLOW,
-    "none",
-)
+TRAINED = (*OWN, "full disk", "threads", "none")
 """Faults that no rank may notice in its training."""
 
 

@@ -145,17 +145,8 @@ def _commands(fault: Fault, folder: Path) -> list[tuple[list[str], dict[str, str
             for rank in range(fault.size)
         ]
     if fault.world == "run":
-        command = [
-            sys.executable,
-            "-m",
-            "dualdist",
-            "run",
-            "-np",
-            str(fault.size),
-            "--backend",
-            "torch",
-            *worker,
-        ]
+        run = f"-m dualdist run -np {fault.size} --backend torch"
+        command = [sys.executable, *run.split(), *worker]
         return [(forked(command), environment)]
     kind = KINDS[fault.world]
     command = [*(part.format(size=fault.size) for part in kind.launcher), *worker]
