@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dualdist.core.backends.base import Group, Work
-from dualdist.core.collectives.wire import alltoall_rows, gather_rows
+from dualdist.core.collectives.wire import alltoall_rows
+from dualdist.rooted_collectives import _gather_rows as gather_rows
 
 SIZE = 64
 
