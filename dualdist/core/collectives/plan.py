@@ -17,7 +17,7 @@ from ..agreement.matching import Execute, Verdict
 from ..backends.base import Group
 from ..checks import integer, is_dtensor, items, text, wrong
 from ..types import Average, Sum
-from ..world.process_sets import ProcessSetLike, channel_of, reporting
+from ..world.process_sets import ProcessSetLike, channel_of, report, reporting
 from .handles import Started, new_handle, on_streams_of_caller
 
 T = TypeVar("T")
@@ -84,9 +84,13 @@ def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]
     def decorate(make: Callable[P, Plan[T]]) -> Callable[P, Plan[T]]:
         @functools.wraps(make)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> Plan[T]:
-            with reporting(kind, kwargs["process_set"]):
-                refuse_fake_tensor_mode()  # before the checks of arguments, which may fail in another way
+            try:  # faster than `reporting`
+                if type(_empty()) is not torch.Tensor:  # before the arguments' checks, which may fail in another way
+                    refuse_fake_tensor_mode()
                 return make(*args, **kwargs)
+            except Exception as error:
+                report(kind, kwargs["process_set"], error)
+                raise
 
         return wrapper
 

@@ -269,7 +269,11 @@ class reporting:  # not a generator, which takes longer
 
     def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception):
-            with contextlib.suppress(TypeError, ValueError):
-                members = _converted(self._process_set, "process_set")
-                members = members if isinstance(members, ProcessSet) else global_process_set
-                channel_of(members).fail(self._kind, error)
+            report(self._kind, self._process_set, error)
+
+
+def report(kind: Kind, process_set: Any, error: Exception) -> None:
+    """Do what `reporting` does when its block raises `error`."""
+    with contextlib.suppress(TypeError, ValueError):
+        members = _converted(process_set, "process_set")
+        channel_of(members if isinstance(members, ProcessSet) else global_process_set).fail(kind, error)
