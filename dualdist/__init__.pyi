@@ -72,8 +72,10 @@ from .comm_hooks import CommHookState as CommHookState
 from .replicas import check_replicas as check_replicas
 from .core.lifecycle import (
     init as init,
-    report as report,
     shutdown as shutdown,
+)
+from .observation.world import (
+    report as report,
     start_timeline as start_timeline,
     stop_timeline as stop_timeline,
 )

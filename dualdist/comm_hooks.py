@@ -136,11 +136,11 @@ class HookedBucket(HookWork):
 
     def _failure_elsewhere(self) -> tuple[int, str] | None:
         """Return the bucket for which a hook of another rank has raised in this backward, and its error."""
-        found = self._channel.watched_gradients.failures.get(self.step)
-        if found is None:
-            return None
-        place, text = found.split(" ", 1)
-        return int(place), text
+        for observer in self._channel.gradient_observers.all:
+            if self.step in observer.failures:
+                place, text = observer.failures[self.step].split(" ", 1)
+                return int(place), text
+        return None
 
     def call(self, raised: HookedBucket | None) -> None:
         """Call the hook, unless one has raised for an earlier bucket of this backward. raised: the last one here."""
@@ -193,7 +193,8 @@ class HookedBucket(HookWork):
     def _report(self, error: Exception) -> None:
         self.error = error
         text = f"{self._bucket.index()} {type(error).__name__}: {error}"
-        self._channel.watched_gradients.report_failure(self.step, text)
+        for observer in self._channel.gradient_observers.all:
+            observer.report_failure(self.step, text)
 
     def _checked(self, value: Any) -> torch.Tensor:
         expected = self._bucket.buffer()

@@ -73,8 +73,9 @@ def _exchanged(row: torch.Tensor, name: str, process_set: ProcessSet, *, sums: b
         group.allgather(rows.view(torch.uint8), wire.view(torch.uint8)).wait()
         return rows.view(group.size, -1)
 
-    run = channel.ahead.run if has_streams(wire) else channel.run
-    return run(call, execute).to(row.device)
+    run = channel.ahead.run if channel.ahead and has_streams(wire) else channel.run
+    rows: torch.Tensor = run(call, execute)
+    return rows.to(row.device)
 
 
 # The arithmetic: on a GPU with the kernels of torch.nn.SyncBatchNorm, elsewhere with those of torch's BatchNorm. They

@@ -1,4 +1,4 @@
-"""init and shutdown, and what shows how the world spends its time: start_timeline, stop_timeline and report."""
+"""init and shutdown."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import ConfigurationError
-from ..observation.usage import combined
-from .checks import configuration, flag, integer, items, number, path, text, wrong
-from .collectives.objects import allgather_object
+from .checks import configuration, integer, items, number, text, wrong
 from .extensions import extension, needed
 from .launch.environment import read_settings, without_copies
 from .types import NEVER_SECONDS
@@ -147,60 +145,3 @@ def shutdown() -> None:
     if not is_forked():
         forget_world()
         leave_world()
-
-
-def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Start writing a Chrome trace of all collectives, as HOROVOD_TIMELINE does from `init()` on. Local.
-
-    Only rank 0 writes; the call does nothing on other ranks. Unlike in Horovod, HOROVOD_TIMELINE need not be set.
-    chrome://tracing and ui.perfetto.dev can read the file at any time, also after a crash.
-
-    Args:
-        file_path: overwritten, unless it is the open timeline. A timeline that is open under another path is closed.
-        mark_cycles: write an event CYCLE_START whenever ranks begin to agree on a collective.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-        NotInitializedError: before `init()`.
-    """
-    current().timeline.open(str(path("file_path", file_path)), flag("mark_cycles", mark_cycles))
-
-
-def stop_timeline() -> None:
-    """Close the file that `start_timeline` or HOROVOD_TIMELINE opened, if any. Local.
-
-    Raises NotInitializedError before `init()`.
-    """
-    current().timeline.close()
-
-
-def report() -> dict[str, Any]:
-    """Return how the ranks have spent their time since the last call, and for which rank the others wait.
-
-    Collective over the world, for example once an epoch.
-
-    Returns:
-        A dictionary, equal on all ranks, that JSON can hold:
-
-        - "ranks": for each rank a dictionary with "rank", "size" (of the world), "start" (the time of the last call, in
-          seconds since the epoch), "seconds" (since then), "calls" (collectives for which it has waited),
-          "bytes_reduced" (that it has given to reductions; gradients before compression) and shares of the time that
-          add up to 1: "data_loading" (until a DataLoader gives the next batch), "waiting" (for other ranks),
-          "communication" (the wait for data that all ranks have in common) and "computing" (the rest). Waits of other
-          threads than the main one do not count.
-        - "slowest": the rank for which the others wait; None if the shares of waiting differ by less than 0.05.
-        - "reason": what takes longer on that rank, "computing" or "data_loading"; None without such a rank.
-        - "share": how much more of the time the others wait than that rank.
-        - "since": the "start" of the first of the successive reports, until this one, that name the same rank.
-        - "scalars": the shares of all ranks in one dictionary, for SummaryWriter.add_scalars of TensorBoard.
-
-    Time that a GPU waits is seen only where the host waits for the GPU, as in `item()`.
-
-    Raises HorovodInternalError as `allgather_object`, and NotInitializedError before `init()`.
-    """
-    context = current()
-    usage = context.watch.usage
-    mine = usage.take(context.backend.rank, context.backend.size)
-    reports = allgather_object(mine, name="dualdist.report")
-    usage.last_report = combined(reports, usage.last_report)
-    return usage.last_report

@@ -94,8 +94,6 @@ class Settings:
     """If a collective waits longer, rank 0 logs which ranks are missing."""
     stall_timeout_seconds: float = 600.0
     """If a collective waits longer, it fails."""
-    slow_warn_share: float = 0.25
-    """If the other ranks wait this share of a minute longer than one rank, rank 0 logs it; 1: never."""
     start_timeout_seconds: float = 60.0
     """How long `init` waits for another rank, from the arrival of the first."""
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

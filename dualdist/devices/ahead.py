@@ -8,11 +8,12 @@ end of each step the members compare the calls that they have made, so that a di
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..core.agreement.call import Call
+from ..core.agreement.channel import Channel
 from ..core.agreement.guard import OutOfStepError, in_turn
 from ..core.agreement.matching import Execute, Verdict
 from ..core.backends.base import Group
@@ -33,14 +34,14 @@ class Ahead:
         self,
         run: Callable[[Call, Execute[Any]], Any],
         guard: Callable[[Call, Callable[[], Any]], Any],
-        make_group: Callable[[], Group] | None,
+        make_group: Callable[[], Group],
     ) -> None:
         """Prepare. Local.
 
         Args:
             run: runs a call with an agreement.
             guard: returns what the function returns, watched for a stall of the call.
-            make_group: makes the group of the calls; collective over the members. None: every call has an agreement.
+            make_group: makes the group of the calls; collective over the members.
         """
         self._run, self._guard, self._make_group = run, guard, make_group
         # A group of its own: other threads use the groups of the channel.
@@ -64,8 +65,6 @@ class Ahead:
 
         `execute` must not wait for the data.
         """
-        if self._make_group is None:
-            return self._run(call, execute)  # type: ignore[no-any-return]
         earlier = self._earlier.get(self._last_end, [])
         if earlier[self._count : self._count + 1] == [call.identity]:
             result = in_turn(call, self._execute, call, execute, Verdict(call))
@@ -80,15 +79,9 @@ class Ahead:
 
     def _execute(self, call: Call, execute: Execute[T], verdict: Verdict) -> T:
         if self._group is None:
-            assert self._make_group is not None
             self._group = self._make_group()
         group = self._group
         return self._guard(call, lambda: execute(group, verdict))  # type: ignore[no-any-return]
-
-    @property
-    def is_used(self) -> bool:
-        """Whether the members have made such calls. The same on all of them."""
-        return self._group is not None
 
     def _description(self) -> str:
         """Return the number and a digest of the calls of this step; "" if there are none."""
@@ -99,8 +92,6 @@ class Ahead:
 
         Raises CollectiveMismatchError if they differ, HorovodInternalError if a member has joined and missed them.
         """
-        if self._make_group is None:
-            return self._run(call, execute)  # type: ignore[no-any-return]
         made = self._description()
         own = made.encode().ljust(_DESCRIPTION_BYTES)
 
@@ -127,6 +118,23 @@ class Ahead:
             self._last_end = call.identity
             self._made, self._count, self._digest = [], 0, b""
         return result  # type: ignore[no-any-return]
+
+    def end_step_of_parts(
+        self, call: Call, whole: Channel, channels: Mapping[int, Channel]
+    ) -> CollectiveMismatchError | None:
+        """Do `end_step` in the channels of some members of `whole` with calls that ran ahead; return their last error.
+
+        For layers that share statistics within a host, say.
+        """
+        error, members = None, set(whole.group.ranks)
+        used = [one for one in channels.values() if one is not whole and one.ahead and one.ahead._group]
+        parts = [one for one in used if set(one.group.ranks) <= members]
+        for part in sorted(parts, key=lambda one: one.group.ranks):  # in one order on all ranks
+            try:
+                part.ahead.end_step(call, lambda group, verdict: None)
+            except CollectiveMismatchError as mismatch:
+                error = mismatch
+        return error
 
     def abort(self) -> None:
         """End the collectives in progress without the other members. Local."""

@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.agreement.call import LONGEST_TEXT, Record, is_internal
-from ..core.agreement.watch import ASKED, GAVE_UP, StallWatch
+from ..core.agreement.guard import GAVE_UP
 from ..core.executor import in_thread
 from ..errors import logger
+from .survey import ASKED, StallWatch
 
 Place = tuple[str, int, str]
 """File, line and function."""
@@ -106,7 +107,7 @@ class Dump:
             "size": watch.size,
             "host": socket.gethostname(),
             "process": os.getpid(),
-            "channels": {name: {"ranks": one.ranks, "agreed": one.agreed} for name, one in channels},
+            "channels": {name: {"ranks": one.ranks, "agreed": one.num_agreed} for name, one in channels},
             "calls": [_described(record) for record in calls],
             "threads": _stacks(),
         }
@@ -126,26 +127,30 @@ class Dump:
             path.replace(path.with_suffix(".json"))
 
     # A handler of SIGUSR2 in Python does not run while the main thread is in C, and asyncio uses the only wakeup
-    # descriptor. The handler of faulthandler is in C, and writes to a pipe, which wakes a thread.
+    # descriptor. The handler of faulthandler is in C, and writes to a pipe, which wakes the thread of the server.
 
     def _take_signals(self) -> None:
+        if self._watch.server is None:
+            return
         lines = Path("/proc/self/status").read_text().splitlines()
         masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigIgn:", "SigCgt:"))]
         if any(mask >> (signal.SIGUSR2 - 1) & 1 for mask in masks):  # ignored, or handled in Python or in C
             return
         self._pipe = os.pipe()
-        os.set_blocking(self._pipe[1], False)  # the handler must not wait for the thread
+        for end in self._pipe:
+            os.set_blocking(end, False)  # the handler must not wait for the thread
+        self._watch.server.follow(self._pipe[0], self._on_signal)
         # Without this, it installs nothing after a script has replaced its handler.
         faulthandler.unregister(signal.SIGUSR2)
         faulthandler.register(signal.SIGUSR2, self._pipe[1], all_threads=False)
-        in_thread(functools.partial(self._follow, self._pipe[0]), "dualdist-dump-signal")
 
-    def _follow(self, pipe: int) -> None:
-        while os.read(pipe, 1 << 16):
-            asked = time.time_ns()
-            if self.start(ASKED, asked) is not str:  # else another rank has asked all of them
-                self._watch.tell(range(self._watch.size), ["dump", "", asked])
-        os.close(pipe)
+    def _on_signal(self) -> None:
+        asked, pipe = time.time_ns(), self._pipe
+        with contextlib.suppress(OSError):  # `close` has closed it
+            is_new = pipe is not None and os.read(pipe[0], 1 << 16)
+            if is_new and self.start(ASKED, asked) is not str:  # else another rank has asked all of them
+                message = ["dump", "", asked]
+                in_thread(lambda: self._watch.tell(range(self._watch.size), message), "dualdist-dump-signal")
 
     def close(self, *, is_forked: bool = False) -> None:
         """Let SIGUSR2 end the process again, unless the script handles it in Python.
@@ -158,7 +163,7 @@ class Dump:
                 faulthandler.unregister(signal.SIGUSR2)
                 if is_forked:
                     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-            for end in pipe[not is_forked :]:  # the thread sees the end, and closes its own
+            for end in pipe:
                 os.close(end)
 
 

@@ -20,15 +20,18 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.profiler import record_function
 
-from ..core.agreement.call import Call, Data
+from ..core.agreement.call import Call, Data, Record
+from ..core.agreement.observers import Observer
 from ..core.backends.base import Backend, Work
 from ..core.launch.environment import is_on
 from ..errors import ConfigurationError, logger
+
+T = TypeVar("T")
 
 # A Chrome trace on disk, which is valid JSON after every write.
 #
@@ -136,8 +139,7 @@ _ACTIVITIES = {"BROADCAST": "BCAST", "ADASUM": "ADASUM_ALLREDUCE"}
 """Event -> its name after the transport's, as in GLOO_BCAST, where Horovod writes another name there."""
 
 MarkArrivals = Callable[[Sequence[int]], None]
-"""Takes the time of each member's call, in nanoseconds since the epoch by that member's clock."""
-
+"""Takes the time of each member's call, in nanoseconds since the epoch by that member's clock. It may get none."""
 
 profiler_runs = torch._C._autograd._profiler_enabled
 """Return whether torch's profiler runs."""
@@ -151,8 +153,8 @@ class Timeline:
         self.file: TraceFile | None = None
         """The open file."""
         self._mark_cycles = False
-        self._rows: dict[str, int] = {}
-        """Channel -> its row (tid) in each track."""
+        self._channels: list[str] = []
+        """The place of a channel is its row (tid) in each track."""
         self._recorded: dict[str, _RecordedWork] = {}
 
     def open(self, path: str, mark_cycles: bool) -> None:
@@ -184,8 +186,13 @@ class Timeline:
         if file is not None:
             file.close()
 
+    def of_channel(self, name: str, ranks: Sequence[int]) -> Observer:
+        """Return what records the calls of a channel."""
+        self._channels += [name] if name not in self._channels else []
+        return _ChannelRecorder(self, self._channels.index(name), ranks)
+
     @contextlib.contextmanager
-    def negotiation(self, channel: str, ranks: Sequence[int], call: Call) -> Iterator[MarkArrivals]:
+    def negotiation(self, row: int, ranks: Sequence[int], call: Call) -> Iterator[MarkArrivals]:
         """Record the `with` block as the agreement of `ranks` on `call`. Yield a function that marks the calls."""
         file, track, event = self.file, _track_name(call), f"NEGOTIATE_{_event_name(call)}"
         with record_function(f"dualdist::{event} {track}"):
@@ -194,21 +201,21 @@ class Timeline:
                 return
             if self._mark_cycles:
                 file.mark_everywhere("CYCLE_START")
-            pid, tid = file.track(track), self._row_of(channel)
-            start = file.begin(pid, tid, event, args={"where": call.where})
+            pid = file.track(track)
+            start = file.begin(pid, row, event, args={"where": call.where})
 
             def mark_arrivals(arrivals: Sequence[int]) -> None:
                 end = file.now()
                 within = (min(max(file.since_start(arrival), start), end) for arrival in arrivals)
-                file.mark(pid, tid, {str(rank): time for rank, time in zip(ranks, within, strict=True)})
+                file.mark(pid, row, {str(rank): time for rank, time in zip(ranks, within, strict=False)})
 
             try:
                 yield mark_arrivals
             finally:
-                file.end(pid, tid)
+                file.end(pid, row)
 
     @contextlib.contextmanager
-    def operation(self, channel: str, call: Call) -> Iterator[None]:
+    def operation(self, row: int, call: Call) -> Iterator[None]:
         """Record the `with` block as the time in which the data of `call` is sent."""
         file, track, event = self.file, _track_name(call), _event_name(call)
         if call.kind.data is not Data.AFTER:
@@ -218,13 +225,13 @@ class Timeline:
             if file is None:
                 yield
                 return
-            pid, tid = file.track(track), self._row_of(channel)
+            pid = file.track(track)
             device = dict(call.arguments).get("device", "cpu")
-            file.begin(pid, tid, event, self._activity(event, device))
+            file.begin(pid, row, event, self._activity(event, device))
             try:
                 yield
             finally:
-                file.end(pid, tid, 2, args=_shown(call))
+                file.end(pid, row, 2, args=_shown(call))
 
     def recorded(self, work: Work, name: str, members: Iterable[str], device: str) -> Work:
         """Return `work`, an allreduce of `members` that has just started, wrapped to record its time.
@@ -243,11 +250,55 @@ class Timeline:
         record = self._recorded[name] = _RecordedWork(work, name, lambda: file.end(pid, 0, 2))
         return record
 
-    def _row_of(self, channel: str) -> int:
-        return self._rows.setdefault(channel, len(self._rows))
-
     def _activity(self, event: str, device: str) -> str:
         return f"{self._backend.transport_of(device).upper()}_{_ACTIVITIES.get(event, event)}"
+
+
+class _ChannelRecorder(Observer):
+    """Records the calls of one channel. One thread at a time runs them."""
+
+    def __init__(self, timeline: Timeline, row: int, ranks: Sequence[int]) -> None:
+        self._timeline, self._row, self._ranks = timeline, row, ranks
+        self._call: Call | None = None
+        """The call on which the members begin to agree."""
+        self._mark: MarkArrivals = lambda arrivals: None
+        self._spans: contextlib.ExitStack | None = None
+        """Ends the span that is open."""
+
+    def agreeing(self, call: Call) -> bool:
+        self._call = call
+        if self._timeline.file is None and not profiler_runs():
+            return False
+        self._mark = self._open(self._timeline.negotiation(self._row, self._ranks, call))
+        return self._timeline.file is not None
+
+    def agreed(self, call: Call | None, record: Record | None, arrivals: Sequence[int]) -> None:
+        if self._spans is not None:
+            if call is self._call:
+                self._mark(arrivals)
+            self.ended()
+        if call is not None and call is not self._call:  # it was not the oldest one of this rank
+            with self._timeline.negotiation(self._row, self._ranks, call) as mark_arrivals:
+                mark_arrivals(arrivals)
+
+    def moving(self, call: Call) -> None:
+        if self._timeline.file is not None or profiler_runs():
+            self._open(self._timeline.operation(self._row, call))
+
+    def moved(self, call: Call) -> None:
+        self.ended()
+
+    def ended(self) -> None:
+        if self._spans is not None:
+            self._spans.close()
+            self._spans = None
+
+    def sent(self, work: Work, name: str, params: Iterable[str], bucket: torch.Tensor) -> Work:
+        return self._timeline.recorded(work, name, params, bucket.device.type)
+
+    def _open(self, span: contextlib.AbstractContextManager[T]) -> T:
+        self._spans = contextlib.ExitStack()
+        return self._spans.enter_context(span)
 
 
 class _RecordedWork(Work):

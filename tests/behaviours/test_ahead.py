@@ -6,6 +6,7 @@ The device is a double: a group whose collectives return at once, as those of NC
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from dualdist.core.agreement.channel import Channel
 from dualdist.core.backends.base import Group, Work
 from dualdist.core.collectives.reduction import Compressor
 from dualdist.core.world.context import current
+from dualdist.devices.ahead import Ahead
 
 from ..helpers.exchanges import exchanges
 from ..helpers.files import wait_for
@@ -79,14 +81,16 @@ def devices(channel: Channel | None = None, ranks: Sequence[int] = ()) -> Iterat
         made.append(Device(ranks or range(hvd.size())))
         return made[-1]
 
-    ahead = (channel or current().channels[0]).ahead
+    world = current().channels[0]
+    channel = channel or world
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "_make_group", make)
+        for one in (world, channel):
+            guard = functools.partial(one._guard.run, one.gradient_observers)
+            patch.setattr(one, "ahead", Ahead(one.run, guard, make))
         patch.setattr(sync_batch_norm, "has_streams", lambda wire: True)
         patch.setattr(sync_batch_norm, "payload_capacity", lambda size, most: 0)
         yield made
-        patch.undo()
-        ahead.forget()
+        channel.ahead.forget()
 
 
 class Network(nn.Module):
@@ -289,14 +293,15 @@ def wait_for_device(folder: Path) -> str:
     hvd.allreduce(torch.ones(1), name="before")
     if hvd.rank() == 2:  # what the others see of a death
         context.channels[0].abandon()
-        context.watch.close()
+        context.observation.leave()
         wait_for(ended)
         return ""
     gradients = context.channels[0].gradients
     abort = gradients.abort
     gradients.abort = lambda: (abort(), aborted.set())  # type: ignore[assignment, method-assign, func-returns-value]
-    context.watch.check = context.check_peers  # as in a world with devices
-    assert aborted.wait(30)
+    while not aborted.is_set():  # as in a world with devices
+        context.check_peers()
+        aborted.wait(0.1)
     with pytest.raises(hvd.HorovodInternalError) as caught:
         hvd.allreduce(torch.ones(1), name="after")
     ended[hvd.rank()].touch()

@@ -72,7 +72,7 @@ def test_the_rank_that_ended_first_is_the_only_cause_also_for_ranks_that_look_la
             wait_for([ended[rank + 1]])
             with pytest.raises(hvd.HorovodInternalError) as caught:
                 hvd.allreduce(torch.ones(5000))
-            current().watch.close()  # as at the end of the process, after which Horovod's Gloo aborts rank 0
+            current().observation.leave()  # as at the end of the process, after which Horovod's Gloo aborts rank 0
         ended[rank].touch()
         wait_for(ended)
     if rank != 2:

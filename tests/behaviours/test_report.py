@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -109,11 +108,12 @@ def test_the_slow_rank_is_named_with_its_reason(place: str, style: str) -> None:
 
 @everywhere
 def test_rank_0_logs_which_rank_is_slow_and_since_when() -> None:
-    watch, found = current().watch, []
+    watch: Any = current().observation.watch  # type: ignore[attr-defined]
+    found: list[str] = []
     start, length, share = time.time_ns(), 10 * 10**9, 0.0 if hvd.rank() == SLOW else 0.75
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "_next_look", math.inf)  # until this test looks, the watch's own thread does not
-        patch.setattr(watch, "_settings", dataclasses.replace(watch._settings, slow_warn_share=0.25))
+        patch.setattr(watch, "slow_share", 0.25)
         for kept in ("_spent", "_slow"):  # no look that follows this test compares with its values
             patch.setattr(watch, kept, getattr(watch, kept))
         for look in range(3):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def kept_messages(file: Path) -> Iterator[list[str]]:
 @contextmanager
 def logging_when(count: int) -> Iterator[None]:
     """Let rank 0 log in the `with` block once `count` ranks wait in an allreduce. Each may be late by any time."""
-    watch = current().watch
+    watch: Any = current().observation.watch  # type: ignore[attr-defined]
     log = watch._log
 
     def log_if_all_wait() -> None:

@@ -21,7 +21,16 @@ PART = "part"
 
 BUILDERS = (
     *("USAGE", "_called", "_died", "_failure", "_judge", "_unreachable", "_why_outside", "calls_differ"),
-    *("calls_failed", "describe_exit", "not_arrived", "nothing_matches", "silent_hosts", "text_of", "waited"),
+    *(
+        "calls_failed",
+        "describe_exit",
+        "explain",
+        "not_arrived",
+        "nothing_matches",
+        "silent_hosts",
+        "text_of",
+        "waited",
+    ),
 )
 """Functions and constants from which the texts of errors are made that are raised elsewhere."""
 

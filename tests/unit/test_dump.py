@@ -13,11 +13,12 @@ import pytest
 
 from dualdist.cli import main
 from dualdist.core.agreement.call import Call
-from dualdist.core.agreement.watch import GAVE_UP, StallWatch
+from dualdist.core.agreement.guard import GAVE_UP
 from dualdist.core.collectives.join import BARRIER
 from dualdist.core.types import Settings
 from dualdist.observation import dump as dump_module
 from dualdist.observation.dump import Dump
+from dualdist.observation.survey import StallWatch
 
 from ..helpers.files import wait_for
 
@@ -81,8 +82,8 @@ def test_a_folder_that_belongs_to_another_user_is_refused(
 def test_only_the_last_calls_are_kept(watch: StallWatch, tmp_path: Path) -> None:
     channel = watch.add_channel("set 0", (0, 1))
     for number in range(1000):
-        channel.begin(Call(BARRIER, name=str(number)))
-        channel.end()
+        channel.begun(Call(BARRIER, name=str(number)))
+        channel.ended()
     note_of(watch, str(tmp_path / "given"))
     file = json.loads((tmp_path / "given" / "rank-0.json").read_text())
     assert [call["name"] for call in file["calls"]] == [str(number) for number in range(800, 1000)]
@@ -96,7 +97,7 @@ def test_a_rank_that_waits_for_another_one_itself_is_not_behind(
     for watch in ranks:
         pairs = [watch.add_channel(f"set {first}", (first, first + 1)) for first in range(2)]
         if watch.rank < 2:
-            pairs[watch.rank].begin(Call(BARRIER, site=("train.py", 7)))
+            pairs[watch.rank].begun(Call(BARRIER, site=("train.py", 7)))
         note_of(watch, str(tmp_path))
         watch.close()
     assert main(["hang", str(tmp_path)]) == 0
@@ -193,7 +194,7 @@ def test_a_file_that_no_rank_has_written_is_named(
 def test_every_value_of_a_file_that_is_needed_is_checked(
     watch: StallWatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watch.add_channel("set", (0, 1)).begin(Call(BARRIER, site=("train.py", 7)))
+    watch.add_channel("set", (0, 1)).begun(Call(BARRIER, site=("train.py", 7)))
     note_of(watch, str(tmp_path))
     file = tmp_path / "rank-0.json"
     whole = json.loads(file.read_text())

@@ -19,6 +19,7 @@ import torch
 from dualdist.core import accelerator
 from dualdist.core.agreement.call import Call
 from dualdist.core.agreement.guard import Guard
+from dualdist.core.agreement.observers import Observers
 from dualdist.core.backends import torch_groups
 from dualdist.core.backends.torch_groups import TorchGroup
 from dualdist.core.backends.torch_interface import error_handling, transport_timeout
@@ -56,7 +57,7 @@ def device_group(*types: str) -> tuple[TorchGroup, Any]:
 
 
 def guard(events: list[str]) -> Guard:
-    connections = mock.Mock()
+    connections = mock.Mock(**{"lost_peers.return_value": [1]})
     connections.close.side_effect = lambda: events.append("connections closed")
     return Guard(connections, lambda: events.append("groups aborted"))
 
@@ -67,15 +68,11 @@ def guard(events: list[str]) -> Guard:
 def test_groups_are_aborted_after_the_other_ranks_can_notice(error: BaseException) -> None:
     events: list[str] = []
     guarded = guard(events)
-    channel = mock.Mock(is_crossed=False, notice=None)
-    channel.give_up.return_value = "missing ranks: [1]."
-    channel.fail.return_value = mock.Mock(missing=[])
-    channel.dump.return_value.return_value = ""
     with pytest.raises(type(error)):
-        guarded.run(channel, CALL, mock.Mock(side_effect=error))
+        guarded.run(Observers(), CALL, mock.Mock(side_effect=error))
     assert events == ["connections closed", "groups aborted"]
     with pytest.raises(HorovodInternalError, match=r"cannot run: .*shutdown\(\) and init\(\)"):
-        guarded.run(channel, CALL, mock.Mock())
+        guarded.run(Observers(), CALL, mock.Mock())
 
 
 @pytest.mark.usefixtures("destroyed")

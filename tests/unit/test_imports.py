@@ -30,15 +30,7 @@ CORE = (
 )
 """The rooms of the core, from the top to the bottom: a module imports from its own room and from those further down."""
 
-FROM_CORE = {
-    "core.agreement.channel": {"devices", "observation"},
-    "core.agreement.watch": {"observation"},
-    "core.lifecycle": {"observation"},
-    "core.world.context": {"observation"},
-}
-"""Modules of the core -> what they still import of the rest. It must become empty."""
-
-SETTINGS_OF_OTHERS = {"slow_warn_share"}
+SETTINGS_OF_OTHERS: set[str] = set()
 """Fields of the core's Settings that are of a part beside the core. It must become empty."""
 
 CIRCLES = [["compat", "compat.common"]]
@@ -181,16 +173,13 @@ def starts(names: set[str], package: str) -> bool:
 
 
 def test_a_module_imports_from_its_room_and_those_below() -> None:
-    from_core: dict[str, set[str]] = {}
     between_others: dict[str, set[str]] = {}
     for name in MODULES:
         inside, outside = imports_of(name, MODULES)
         room = room_of(name)
         for other in inside - {"core", "__init__"}:
-            if is_core(name) and is_core(other):
-                assert height(name) >= height(other), name
-            elif is_core(name):
-                from_core.setdefault(name, set()).add(room_of(other))
+            if is_core(name):
+                assert is_core(other) and height(name) >= height(other), f"{name} imports {other}"
             elif not is_core(other) and room_of(other) != room:
                 between_others.setdefault(room, set()).add(room_of(other))
         if room not in ("core.backends", "horovod", "mpi", "sharding", "exec", "torch_ddp"):
@@ -199,7 +188,7 @@ def test_a_module_imports_from_its_room_and_those_below() -> None:
             assert not starts(outside, "torch"), name
         if room == "elastic":
             assert {other for other in inside if starts({other}, "checkpoint")} <= {"checkpoint.for_elastic"}
-    assert from_core == FROM_CORE and between_others == BETWEEN_OTHERS
+    assert between_others == BETWEEN_OTHERS
 
 
 def test_a_kind_of_calls_is_defined_where_they_are_made() -> None:

@@ -70,7 +70,7 @@ PATCHES = {
         "TorchDataParallel._active_ddp_module = ": "torch.compile asks it for the wrapper whose forward runs"
     },
     "observation/usage.py": {
-        "dataloader._BaseDataLoaderIter.__next__ = ": "torch has no hook that tells how long a batch takes to load"
+        "dataloader._BaseDataLoaderIter.__next__ = ": "once a report is asked for: torch tells no loading times"
     },
     "horovod/backend.py": {"network.cloudpickle = ": "messages of horovodrun name Horovod's modules"},
     "horovod/group.py": {"atexit.unregister(function)": "Horovod's shutdown may wait without an end"},

@@ -30,14 +30,6 @@ def test_what_is_not_a_positive_number_of_seconds_is_an_error(name: str, value: 
     assert repr(value) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_share_from_which_a_slow_rank_is_logged_is_part_of_a_whole() -> None:
-    name = "DUALDIST_SLOW_WARN_SHARE"
-    assert [read_settings({name: text}).slow_warn_share for text in ("0.4", "1")] == [0.4, 1]
-    for text in ("0", "1.5", "nan", "much"):
-        with pytest.raises(ConfigurationError, match=f"`{name}` must be a positive, .* number of at most 1"):
-            read_settings({name: text})
-
-
 def seconds(env: dict[str, str]) -> tuple[float, float]:
     read = read_settings(env)
     return read.stall_warn_seconds, read.stall_timeout_seconds

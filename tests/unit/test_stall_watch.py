@@ -13,15 +13,16 @@ from unittest import mock
 
 import pytest
 
-from dualdist.core.agreement import watch as watch_module
 from dualdist.core.agreement.call import Call
 from dualdist.core.agreement.guard import Guard
-from dualdist.core.agreement.watch import StallWatch, WatchedChannel
+from dualdist.core.agreement.observers import Observers
 from dualdist.core.collectives import join
 from dualdist.core.collectives.allreduce import ALLREDUCE
 from dualdist.core.gradients.combiner import OPTIMIZER
 from dualdist.core.types import Settings
-from dualdist.errors import StallError
+from dualdist.errors import ConfigurationError, StallError
+from dualdist.observation import survey as survey_module
+from dualdist.observation.survey import StallWatch, WatchedChannel
 
 from ..helpers.collected_warnings import warned
 
@@ -47,31 +48,31 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sequence[Rank]]:
 
     The system may stop this process, and with it all ranks, for longer than a rank waits for the others' answers.
     """
-    monkeypatch.setattr(watch_module, "_FAILED_SECONDS", 30.0)
-    monkeypatch.setattr(watch_module, "_STALLED_SECONDS", 60.0)
+    monkeypatch.setattr(survey_module, "_FAILED_SECONDS", 30.0)
+    monkeypatch.setattr(survey_module, "_STALLED_SECONDS", 60.0)
     with contextlib.ExitStack() as stack:
         made = [Rank(rank) for rank in range(SIZE)]
-        contacts = [rank.watch.contact for rank in made]
+        servers = [rank.watch.server for rank in made]
         for rank in made:
             stack.callback(rank.watch.close)
-            rank.watch.start([contact for contact in contacts if contact is not None])
-            rank.world.begin(BARRIER)
-            rank.world.end()
+            rank.watch.start([server.contact for server in servers if server is not None])
+            rank.world.begun(BARRIER)
+            rank.world.ended()
         yield made
 
 
 def begin(ranks: Sequence[Rank], call: Call = LOSS) -> WatchedChannel:
     """Let `ranks` begin `call`; return the channel of the first."""
     for rank in ranks:
-        rank.world.begin(call)
+        rank.world.begun(call)
     return ranks[0].world
 
 
 def test_a_survey_says_what_each_rank_does(ranks: Sequence[Rank]) -> None:
     channel = begin(ranks[:3])
-    ranks[1].world.end()
+    ranks[1].world.ended()
     ranks[2].watch.close()
-    ranks[4].pair.begin(BARRIER)
+    ranks[4].pair.begun(BARRIER)
     survey = channel.survey()
     assert survey.missing == [2, 3, 4]
     assert str(survey).splitlines() == [
@@ -92,8 +93,8 @@ def test_a_survey_needs_no_thread_where_the_interpreter_ends(ranks: Sequence[Ran
 def test_a_rank_that_is_ahead_is_not_missing(ranks: Sequence[Rank]) -> None:
     channel = begin(ranks)
     for rank in ranks[1:]:
-        rank.world.end()
-        rank.world.begin(BARRIER)
+        rank.world.ended()
+        rank.world.begun(BARRIER)
     survey = channel.survey()
     assert survey.missing == []
     assert str(survey).splitlines() == [
@@ -113,7 +114,7 @@ def test_a_rank_that_gives_up_still_counts_as_waiting(ranks: Sequence[Rank]) -> 
     channel, other = begin(ranks[:1]), begin(ranks[1:2], BARRIER)
     other.give_up()
     assert [rank.world.is_crossed for rank in ranks] == [True, *[False] * (SIZE - 1)]
-    other.end()
+    other.ended()
     survey = channel.survey()
     assert "  rank 1: waiting in barrier() at train.py:9" in str(survey).splitlines()
     assert survey.missing == [1, 2, 3, 4]
@@ -123,11 +124,11 @@ def test_a_rank_that_gave_up_and_left_is_not_missing(ranks: Sequence[Rank]) -> N
     channel = begin(ranks[:2])
     ranks[1].world.give_up()
     ranks[1].watch.close()
-    channel.end()
+    channel.ended()
     guard = Guard(mock.Mock(), lambda: None)
     channel.number -= 1  # of the call that rank 1 has given up
     with pytest.raises(StallError, match=r"missing ranks: \[2, 3, 4\]\."):
-        guard.run(channel, LOSS, mock.Mock(side_effect=StallError("its own timeout")))
+        guard.run(Observers([channel]), LOSS, mock.Mock(side_effect=StallError("its own timeout")))
 
 
 def test_a_rank_that_waits_for_another_call_is_missing_unless_it_has_made_both(
@@ -135,7 +136,7 @@ def test_a_rank_that_waits_for_another_call_is_missing_unless_it_has_made_both(
 ) -> None:
     ranks[2].pending.append(LOSS)
     for rank, call in zip(ranks, [LOSS, BARRIER, BARRIER, LOSS, LOSS], strict=True):
-        rank.world.begin(call)
+        rank.world.begun(call)
     assert str(ranks[0].world.survey()).splitlines() == [
         "missing ranks: [1].",
         "  rank 1: waiting in barrier() at train.py:9",
@@ -148,8 +149,8 @@ def test_a_rank_that_waits_in_an_earlier_call_is_not_missing_if_another_one_has_
     ranks: Sequence[Rank],
 ) -> None:
     channel = begin(ranks[:4])
-    channel.end()
-    channel.begin(BARRIER)
+    channel.ended()
+    channel.begun(BARRIER)
     assert channel.survey().missing == [1, 2, 3, 4]
     ranks[2].watch.close()
     survey = channel.survey()
@@ -165,12 +166,12 @@ def test_a_rank_that_waits_in_an_earlier_call_is_not_missing_if_another_one_has_
 def test_a_rank_whose_call_was_interrupted_also_in_another_channel_is_missing(ranks: Sequence[Rank]) -> None:
     channel = begin(ranks)
     gradients = ranks[2].watch.add_channel("set 0, gradients", channel.ranks)
-    gradients.begin(BARRIER)
-    gradients.interrupt("ValueError()")
-    gradients.end()
+    gradients.begun(BARRIER)
+    gradients.interrupted(ValueError())
+    gradients.ended()
     assert channel.survey(has_failed=True).missing == [2]
-    ranks[1].world.interrupt("KeyboardInterrupt()")
-    ranks[1].world.end()
+    ranks[1].world.interrupted(KeyboardInterrupt())
+    ranks[1].world.ended()
     assert str(channel.survey()).splitlines()[:3] == [
         "missing ranks: [1, 2].",
         "  rank 1: interrupted by an exception: KeyboardInterrupt()",
@@ -227,7 +228,7 @@ def test_the_cause_may_be_outside_the_process_set(ranks: Sequence[Rank]) -> None
     ranks[1].watch.close()
     ranks[3].world.fail()
     ranks[3].watch.close()
-    ranks[4].pair.begin(BARRIER)
+    ranks[4].pair.begun(BARRIER)
     assert str(ranks[4].pair.fail()).splitlines() == [
         "missing ranks: [1].",
         f"  rank 3: ended because of rank 1, in {TEXT}",
@@ -237,7 +238,7 @@ def test_the_cause_may_be_outside_the_process_set(ranks: Sequence[Rank]) -> None
 
 def test_ranks_outside_the_process_set_know_why_a_rank_ended(ranks: Sequence[Rank]) -> None:
     channel = begin(ranks[:2])
-    ranks[3].pair.begin(BARRIER)
+    ranks[3].pair.begun(BARRIER)
     ranks[4].watch.close()
     ranks[3].pair.fail()
     ranks[3].watch.close()
@@ -266,8 +267,8 @@ def test_ranks_that_finished_are_missing_only_if_no_other_has_ended(ranks: Seque
 def test_a_rank_that_answers_slowly_is_not_missing_if_another_has_ended(
     ranks: Sequence[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch_module, "_FAILED_SECONDS", 2.0)
-    channel, server, answers = begin(ranks[:3]), ranks[1].watch._server, threading.Event()
+    monkeypatch.setattr(survey_module, "_FAILED_SECONDS", 2.0)
+    channel, server, answers = begin(ranks[:3]), ranks[1].watch.server, threading.Event()
     assert server is not None
     answer = server._answer
     server._answer = lambda question: answers.wait() and answer(question)
@@ -283,25 +284,32 @@ def test_rank_0_logs_a_slow_rank_from_the_share_on_that_is_set(
     share: float, is_logged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In each second, rank 0 waits for half of it."""
-    monkeypatch.setattr(watch_module, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(watch_module, "_FAILED_SECONDS", 30.0)
-    settings = Settings(slow_warn_share=share, stall_warn_seconds=0.16)
+    monkeypatch.setattr(survey_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(survey_module, "_FAILED_SECONDS", 30.0)
+    settings = Settings(stall_warn_seconds=0.16, env={"DUALDIST_SLOW_WARN_SHARE": str(share)})
     ranks = [StallWatch(rank, 2, "127.0.0.1", settings) for rank in range(2)]
     looks, has_looked_twice = itertools.count(1), threading.Event()
 
-    def check() -> None:  # called after each look of rank 0's thread
-        if next(looks) == 3:
+    def report() -> None:  # called before each look of rank 0's thread
+        if next(looks) == 4:
             has_looked_twice.set()
 
     def spent(waiting: int) -> Iterator[tuple[int, ...]]:
         return ((seconds * 10**9, seconds * waiting, 0, 0, 0, 0) for seconds in itertools.count())
 
-    ranks[0].check = check
+    monkeypatch.setattr(ranks[0], "_report", report)
     with warned() as messages, contextlib.ExitStack() as stack:
         for watch, waiting in zip(ranks, (10**9 // 2, 0), strict=True):
             stack.callback(watch.close)
             monkeypatch.setattr(watch.usage, "values", functools.partial(next, spent(waiting)))
         for watch in ranks:
-            watch.start([watch.contact for watch in ranks if watch.contact is not None])
+            watch.start([watch.server.contact for watch in ranks if watch.server is not None])
         assert has_looked_twice.wait(30)
     assert any("50 % of the time more than rank 1 since " in message for message in messages) == is_logged
+
+
+@pytest.mark.parametrize("text", ["0", "1.5", "nan", "much"])
+def test_the_share_from_which_a_slow_rank_is_logged_is_part_of_a_whole(text: str) -> None:
+    name = "DUALDIST_SLOW_WARN_SHARE"
+    with pytest.raises(ConfigurationError, match=f"`{name}` must be a positive, .* number of at most 1"):
+        StallWatch(0, 1, "127.0.0.1", Settings(env={name: text}))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dualdist.core.agreement.watch import Contact, StatusServer, ask
+from dualdist.observation.status import Contact, StatusServer, ask
 
 SECONDS = 20.0
 

@@ -15,12 +15,9 @@ from ..helpers.world import ROOT
 
 PACKAGE = Path(dualdist.__file__).parent
 CORE = {"__init__", "__main__", "core", "errors"}
-NOT_YET = {"devices", "observation"}
-"""Parts that the core still needs. It must become empty."""
 PARTS = sorted(
     {entry.stem for entry in PACKAGE.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()}
     - CORE
-    - NOT_YET
 )
 NAMES = {
     "checkpoint": {"checkpoint", "elastic"},
@@ -28,6 +25,7 @@ NAMES = {
     "elastic": {"elastic"},
     "lr": {"lr"},
     "metrics": {"metrics"},
+    "observation": {"report", "start_timeline", "stop_timeline"},
     "processes": {"run", "spawn"},
     "replicas": {"check_replicas"},
     "rooted_collectives": {

@@ -13,7 +13,8 @@ import pytest
 from dualdist.cli import main
 from dualdist.core.agreement.call import Call, Record
 from dualdist.core.collectives.join import BARRIER
-from dualdist.observation.usage import KINDS, Report, Usage, combined, lines
+from dualdist.observation.report import KINDS, Report, combined, lines
+from dualdist.observation.usage import Usage
 
 from ..helpers.requirements import need_modules
 
@@ -41,7 +42,7 @@ def test_a_wait_is_that_for_the_agreement_and_then_for_the_data(
     found: Record, since: int, waiting: int, data: int
 ) -> None:
     usage = Usage()
-    usage.add(found, since)
+    usage.waited(found, since)
     report = usage.total(0, 1)
     nanoseconds = report["seconds"] * 1e9
     assert report["waiting"] * nanoseconds == pytest.approx(waiting)
@@ -53,9 +54,8 @@ def test_waits_of_other_threads_than_the_main_one_do_not_count() -> None:
     usage = Usage()
 
     def wait() -> None:
-        usage.add(record(100, 130, 137))
-        with usage.waiting_for_data():
-            pass
+        usage.waited(record(100, 130, 137), 0)
+        usage.waited_for_data(0)
 
     thread = threading.Thread(target=wait)
     thread.start()

@@ -5,152 +5,40 @@ each rank's oldest pending call is the same, one exchange of digests suffices (`
 exchange all their pending calls (`match`), and wait for each other's news where nothing matches yet.
 
 A Request holds a call until it has ended. One thread at a time, which holds `_running`, runs the pending ones in
-rounds: the caller's own thread if nothing else is pending, else a worker thread. In this file: Request, News (wakes the
-thread), Channel. ahead.py has the calls that need no agreement.
+rounds: the caller's own thread if nothing else is pending, else a worker thread. News wakes it. Calls on a device may
+run ahead, without an agreement: dualdist/devices/ahead.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pickle
 import queue
-import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, Generic, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from ...devices.ahead import Ahead
-from ...devices.through_host import ThroughHost
 from ...errors import CollectiveMismatchError, StallError
-from ...observation.timeline import Timeline, profiler_runs
-from ...observation.usage import reduced_bytes
 from .. import accelerator
 from ..backends.base import Group
 from ..checks import add_note, text_of
-from .call import Call, Data, Kind, Record, call_site, no_data
+from ..extensions import extension
+from .call import Call, Data, Kind, call_site, no_data
 from .connections import Connections
 from .guard import Guard, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
-from .matching import ACTIVE, FAILED, JOINED, Execute, Match, PendingCall, Standing, Verdict, agree, match
-from .watch import StallWatch
+from .matching import ACTIVE, FAILED, JOINED, Execute, Match, Standing, Verdict, agree, match
+from .observers import Observer, Observers, Pending
+from .request import News, Request
 
 T = TypeVar("T")
 P = ParamSpec("P")
 JOIN = Kind("join", "JOIN", Data.NONE)
-
-_WAIT_SECONDS = 0.5
-"""How long a thread waits at a time. A signal may not interrupt a wait: its handler then runs after it."""
-
-
-class Request(Generic[T]):
-    """A call of this rank, and its result.
-
-    Python may run a signal handler after any instruction of the main thread. `concurrent.futures.Future` holds a lock
-    during some of them. A handler that runs there, and waits for a later call, then stops the thread that runs both
-    calls. Here a handler never needs a lock that its thread holds.
-    """
-
-    def __init__(self, state: int, call: Call, execute: Execute[T] | None = None, error: str = "") -> None:
-        """Make the request.
-
-        Args:
-            state: ACTIVE, JOINED or FAILED.
-            execute: None for a call that only takes part in the agreements.
-            error: for FAILED: the error that this rank raised.
-        """
-        self.state, self.call, self.execute = state, call, execute
-        self.issued = time.time_ns()
-        self.record = Record(call, self.issued)
-        self.ended = False
-        """Whether `get` would return at once."""
-        self.on_wait: Callable[[], None] = lambda: None
-        """Called when a thread begins to wait for the result."""
-        self.on_waited: Callable[[Record, int], None] = lambda record, since: None
-        """Called when a thread has waited for the result."""
-        self._failure_text = error
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._unended = threading.Lock()
-        """Held until the request has ended."""
-        self._unended.acquire()
-
-    @functools.cached_property
-    def listed(self) -> PendingCall:
-        """What other members see of it in a list of pending calls: without its data."""
-        return PendingCall(self.state, replace(self.call, payload=b""), self._failure_text, self.issued)
-
-    def end(self, value: T | None = None, error: BaseException | None = None) -> None:
-        """Let `get` return `value` or raise `error`, unless the result is there already."""
-        if not self.ended:
-            self._value, self._error = value, error
-            self.execute = None  # it may hold tensors
-            self.record.ended = time.time_ns()
-            self.ended = True
-            self._unended.release()
-
-    def get(self) -> T:
-        """Wait for the result, and return it or raise its exception."""
-        if not self.ended:
-            since = time.time_ns()
-            with waiting_for(self):
-                self.on_wait()
-                while not self._unended.acquire(timeout=_WAIT_SECONDS):
-                    pass
-                self._unended.release()
-            self.on_waited(self.record, since)
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[no-any-return]
-
-
-# Wakes the thread that runs a channel when the script makes a call or begins to wait for one.
-
-
-class News:
-    """A wake-up signal between threads that can be waited for together with sockets."""
-
-    def __init__(self) -> None:
-        self._pair: tuple[socket.socket, socket.socket] | None = None
-        """The reading and the writing end; made when a thread first waits."""
-        self._listening = False
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[socket.socket]:
-        """Yield a socket that becomes readable after `give`. Only one thread at a time may listen."""
-        if self._pair is None:
-            self._pair = socket.socketpair()
-            for end in self._pair:
-                end.setblocking(False)
-        self._listening = True
-        try:
-            yield self._pair[0]
-        finally:
-            self._listening = False
-
-    def give(self) -> None:
-        """Wake the thread that listens, if one does."""
-        if self._listening and self._pair is not None:
-            with contextlib.suppress(OSError):  # full: the thread wakes anyway
-                self._pair[1].send(b"\0")
-
-    def clear(self) -> None:
-        """Forget the signals until now."""
-        if self._pair is not None:
-            with contextlib.suppress(BlockingIOError):
-                while self._pair[0].recv(4096):
-                    pass
-
-    def close(self) -> None:
-        """Free the sockets. Local, also in a forked process."""
-        for end in self._pair or ():
-            end.close()
-        self._pair = None
-
+Observe = Callable[[str, tuple[int, ...], Pending | None], Sequence[Observer]]
+"""`Observation.observers`."""
 
 _LAST_CALLS_SECONDS = 1.0
 _LOOK_AGAIN_SECONDS = 0.25
@@ -166,8 +54,7 @@ class Channel:
         connections: Connections,
         data: Group,
         gradients: Group,
-        watch: StallWatch,
-        timeline: Timeline,
+        observe: Observe,
         abort: Callable[[Channel], None],
         make_ahead: Callable[[], Group] | None = None,
     ) -> None:
@@ -179,7 +66,6 @@ class Channel:
         """A digest of which buckets this rank has sent, in their order; equal on all members at each reduction."""
         self._name = name
         self._connections = connections
-        self._timeline = timeline
         self._running = threading.Lock()
         """Held by the thread that runs calls."""
         self._own: Request[Any] | None = None
@@ -198,23 +84,22 @@ class Channel:
         for group in (data, gradients):
             group.has_lost_member = connections.has_lost_peer
         self._guard = Guard(connections, functools.partial(abort, self))
-        pending = self._pending  # the watch outlives the channel of a removed process set
-        watched = self._watched = watch.add_channel(
-            name, data.ranks, lambda: [request.call for request in list(pending)]
-        )
-        # Without `self`: the group must be freed with its last user.
-        data.find_cause = lambda: str(watched.fail())
-        self.usage = watch.usage
-        self.watched_gradients = watch.add_channel(f"{name}, gradients", data.ranks)
-        """What the members report about the exchange over `gradients`."""
-        watched_ahead = watch.add_channel(f"{name}, ahead", data.ranks)
-        self.ahead = Ahead(self.run, functools.partial(self._guard.run, watched_ahead), make_ahead)
-        self._groups = data, gradients, self.ahead
-
-    @functools.cached_property
-    def through_host(self) -> ThroughHost:
-        """Starts the allreduces of `gradients`."""
-        return ThroughHost(self.gradients)
+        # Without `self`: observers outlive the channel of a removed process set, and groups are freed early.
+        pending = self._pending
+        calls = observe(name, data.ranks, lambda: [request.call for request in list(pending)])
+        observers = self.observers = Observers(calls)
+        data.find_cause = lambda: "".join([cause() for cause in observers.cause])
+        self.gradient_observers = Observers(observe(f"{name}, gradients", data.ranks, None))
+        """Of the exchange over `gradients`."""
+        self.ahead: Any = None
+        """Runs calls ahead of the device (devices/ahead.py); None where each call has an agreement."""
+        self.through_host: Any = None
+        """Sends gradients of a device through the host (devices/through_host.py), once some must be."""
+        self._groups = [data, gradients]
+        if make_ahead is not None and (run_ahead := extension("run_ahead")) is not None:
+            guard = functools.partial(self._guard.run, Observers(observe(f"{name}, ahead", data.ranks, None)))
+            self.ahead = run_ahead(self.run, guard, make_ahead)
+            self._groups.append(self.ahead)
 
     @property
     def num_joined(self) -> int:
@@ -254,11 +139,11 @@ class Channel:
 
         Collective over the process set. Raises StallError and HorovodInternalError as `run` does.
         """
-        return self._guard.run(self.watched_gradients, call, step, *args, **kwargs)
+        return self._guard.run(self.gradient_observers, call, step, *args, **kwargs)
 
     def check_peers(self) -> None:
         """End the collectives in progress if a member has died. For devices, from a thread of its own. Local."""
-        self._guard.check_peers(self._watched)
+        self._guard.check_peers(self.observers)
 
     def deadline(self) -> float:
         """Return when a wait that begins now has stalled, on the clock of `time.monotonic`. Local."""
@@ -272,7 +157,7 @@ class Channel:
         self._connections.say_goodbye()
         self._connections.close()
         self._news.close()
-        if "through_host" in vars(self):  # else it was never used
+        if self.through_host is not None:
             self.through_host.close(_LAST_CALLS_SECONDS)
 
     def ends_soon(self) -> bool:
@@ -300,7 +185,7 @@ class Channel:
     # Pending calls
 
     def _enqueue(self, request: Request[T]) -> Request[T]:
-        request.on_wait, request.on_waited = self._news.give, self.usage.add
+        request.on_wait, request.on_waited = self._news.give, self.observers.waited
         if request.call.name is not None:
             self._named[request.call.key] = request
         if self._worker is None:
@@ -332,7 +217,7 @@ class Channel:
     def _serve(self, oldest: Request[Any]) -> None:
         """Run a round of calls. If it fails, so does the oldest call."""
         try:
-            in_turn(oldest.call, self._guard.run, self._watched, oldest.call, self._run_round, oldest)
+            in_turn(oldest.call, self._guard.run, self.observers, oldest.call, self._run_round, oldest)
         except BaseException as error:
             oldest.end(error=error)
             self._forget(oldest)
@@ -346,18 +231,20 @@ class Channel:
         try:
             while not request.ended:
                 oldest = self._pending[0]
-                self._guard.run(self._watched, oldest.call, self._run_round, oldest)
+                self._guard.run(self.observers, oldest.call, self._run_round, oldest)
         except BaseException:
             self._forget(request)
             raise
         finally:
             self._own = None
             self._running.release()
-        self.usage.add(request.record)
+        for waited in self.observers.waited:
+            waited(request.record, 0)
         return request.get()
 
     def _add(self, request: Request[Any]) -> None:
-        self._watched.keep(request.record)
+        for called in self.observers.called:
+            called(request.record)
         self._pending.append(request)
 
     def _forget(self, request: Request[Any]) -> None:
@@ -370,20 +257,18 @@ class Channel:
     def _run_round(self, oldest: Request[Any]) -> None:
         """Run the oldest call if it is the oldest one of all members, else the pending calls that match."""
         call = oldest.call
-        if self._timeline.file is None and not profiler_runs():
-            verdict = agree(self._connections, oldest.state, call, oldest.issued)
-        else:
-            with self._timeline.negotiation(self._name, self.group.ranks, call) as mark_arrivals:
-                needs_times = self._timeline.file is not None
-                verdict = agree(self._connections, oldest.state, call, oldest.issued, needs_times=needs_times)
-                mark_arrivals(verdict.arrivals)
+        needs_times = False
+        for agreeing in self.observers.agreeing:
+            needs_times |= agreeing(call)
+        verdict = agree(self._connections, oldest.state, call, oldest.issued, needs_times=needs_times)
         if verdict.call is None:
             with waiting_for(self._own):
                 requests, found = self._find_match()
             self._end_matched(requests, found, oldest)
             return
         self._joined = frozenset()
-        self._watched.agree(oldest.record)
+        for agreed in self.observers.agreed:
+            agreed(call, oldest.record, verdict.arrivals)
         if _communicates(call, verdict):
             # An exception here stops the channel (Guard.run): it is unknown how much of the data was sent.
             oldest.end(self._execute(call, oldest.execute, verdict))
@@ -402,16 +287,18 @@ class Channel:
         """Execute a call of a match. If the members communicate in it, it has a guard of its own: it may stall."""
         if not _communicates(call, verdict):
             return self._execute(call, execute, verdict)
-        return self._guard.run(self._watched, call, self._execute, call, execute, verdict)
+        return self._guard.run(self.observers, call, self._execute, call, execute, verdict)
 
     def _execute(self, call: Call, execute: Execute[T] | None, verdict: Verdict) -> T:
-        """Return what `execute` returns, and record its time on the timeline."""
+        """Return what `execute` returns."""
         assert execute is not None
-        self.usage.reduced += reduced_bytes(call.arguments)
-        if self._timeline.file is None and not profiler_runs():
+        for moving in self.observers.moving:
+            moving(call)
+        try:
             return execute(self.group, verdict)
-        with self._timeline.operation(self._name, call):
-            return execute(self.group, verdict)
+        finally:
+            for moved in self.observers.moved:
+                moved(call)
 
     def _find_match(self) -> tuple[list[Request[Any]], Match]:
         """Return this rank's requests, and what the members do about them. Waits until they do something."""
@@ -461,17 +348,15 @@ class Channel:
     def _end_matched(self, requests: list[Request[Any]], found: Match, oldest: Request[Any]) -> None:
         """End the calls about which the members have agreed. requests: this rank's."""
         before, self._joined = self._joined, found.joined
-        if any(outcome.verdict.steps_differ for outcome in found.outcomes):
+        if self.ahead is not None and any(outcome.verdict.steps_differ for outcome in found.outcomes):
             self.ahead.forget()  # on all members, also on those that do not raise
         raises = any(self.group.rank in outcome.verdict.raising for outcome in found.outcomes)
-        note = self._watched.dump("a call did not match on all ranks")() if raises else ""
+        note = self.observers.notes("a call did not match on all ranks")() if raises else ""
         for outcome in found.outcomes:
             index, verdict = outcome.entries[self.group.rank], outcome.verdict
             request = None if index is None else requests[index]
-            self._watched.agree(None if request is None else request.record)
-            if verdict.call is not None and request is not oldest:
-                with self._timeline.negotiation(self._name, self.group.ranks, verdict.call) as mark_arrivals:
-                    mark_arrivals(verdict.arrivals)
+            for agreed in self.observers.agreed:
+                agreed(verdict.call, None if request is None else request.record, verdict.arrivals)
             if request is None:
                 if verdict.call is not None:  # this rank has joined
                     self._execute_matched(verdict.call, verdict.call.stand_in, verdict)

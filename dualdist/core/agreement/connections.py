@@ -170,16 +170,22 @@ class Connections(Links):
         """Return when a wait that begins now has stalled, on the clock of `time.monotonic`."""
         return time.monotonic() + self._timeout
 
+    def lost_peers(self) -> list[int]:
+        """Return the global ranks of the peers that have died, or have closed their connections on a failure. Local."""
+        return self._left(GOODBYE, has_said=False)
+
     def has_lost_peer(self) -> bool:
-        """Return whether a peer has died, or has closed its connections because of a failure. Local."""
-        peers = self._peers
-        return any(place in peers and not peers[place].has_said(GOODBYE) for place in self.hung_up())
+        """Return whether there are `lost_peers`. Local."""
+        return bool(self.lost_peers())
 
     def peers_that_succeeded(self) -> list[int]:
         """Return the global ranks of the peers that have left the world, but not because of an exception. Local."""
+        return self._left(SUCCESS, has_said=True)
+
+    def _left(self, goodbye: bytes, *, has_said: bool) -> list[int]:
         peers = self._peers
-        left = [place for place in self.hung_up() if place in peers and peers[place].has_said(SUCCESS)]
-        return [self.ranks[place] for place in sorted(left)]
+        left = [place for place in self.hung_up() if place in peers]
+        return sorted(self.ranks[place] for place in left if peers[place].has_said(goodbye) == has_said)
 
     def say_goodbye(self) -> None:
         """Let `has_lost_peer` be false on the peers when this process closes its connections. Local."""

@@ -1,12 +1,13 @@
 """Rules for the threads that make calls, and the guard in which a channel runs them.
 
 A thread makes one call at a time (`in_turn`). Which threads wait shows whether this rank can make another call
-(`is_blocked`). The Guard watches a call for a stall, and stops the channel when the backend fails.
+(`is_blocked`). The Guard lets the observers see a call, and stops the channel when the backend fails.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import weakref
@@ -17,7 +18,10 @@ from ...errors import HorovodInternalError, StallError, logger
 from ..checks import add_note, shown_ranks
 from .call import Call
 from .connections import Connections
-from .watch import GAVE_UP, WatchedChannel
+from .observers import Observers
+
+GAVE_UP = "a call failed or stalled"
+"""Why observers write a note."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -134,7 +138,7 @@ class OutOfStepError(HorovodInternalError):
 
 
 class Guard:
-    """Watches the calls of one channel for a stall, and stops the channel when the backend fails."""
+    """Observes the calls of one channel, and stops the channel when the backend fails."""
 
     def __init__(self, connections: Connections, abort: Callable[[], None]) -> None:
         """abort: ends the collectives in progress after a failure, once the other members can notice it."""
@@ -142,23 +146,24 @@ class Guard:
         self._connections = connections
         self._broken: str | None = None
         """Why no call can run any more; None while calls can run."""
+        self._last: Call | None = None
+        """The last call that has begun."""
         self._has_lost_peer = False
         """What `check_peers` has found."""
         self._finding_cause = threading.Lock()
         """Held while `check_peers` asks the other ranks: the script goes on at once."""
 
-    def check_peers(self, watched: WatchedChannel) -> None:
+    def check_peers(self, observers: Observers) -> None:
         """If a peer has died, end the collectives in progress and let every later call raise. Local.
 
         The host may wait for its device, and that for a peer. It must be lost in two checks: a call can raise first.
         """
-        had_lost, self._has_lost_peer = self._has_lost_peer, self._connections.has_lost_peer()
-        call = watched.last_call
-        if self._broken is None and call is not None and had_lost and self._has_lost_peer:
-            dump = watched.dump(GAVE_UP)
+        had_lost, self._has_lost_peer = self._has_lost_peer, bool(self._connections.lost_peers())
+        if self._broken is None and self._last is not None and had_lost and self._has_lost_peer:
+            notes = observers.notes(GAVE_UP)
             with self._finding_cause:
-                failure = self._failure(watched, call, HorovodInternalError("a rank has ended"))
-            logger.error("%s %s", failure, dump())
+                failure = self._failure(observers, self._last, HorovodInternalError("a rank has ended"))
+            logger.error("%s %s", failure, notes())
 
     def give_up(self) -> None:
         """Let every later call raise, because another channel has failed. Local."""
@@ -166,9 +171,9 @@ class Guard:
         self._connections.close()  # so that no member waits for this rank
 
     def run(
-        self, watched: WatchedChannel, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+        self, observers: Observers, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return `step(*args, **kwargs)`, watched for a stall. Members must run the same steps on the same channel.
+        """Return `step(*args, **kwargs)`, observed. Members must run the same steps on the same channel.
 
         After a failure of the backend, every later call raises.
         """
@@ -177,61 +182,50 @@ class Guard:
                 raise HorovodInternalError(
                     f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to continue."
                 )
-        watched.begin(call)
+        self._last = call
+        for begun in observers.begun:
+            begun(call)
         try:
             return step(*args, **kwargs)
         except HorovodInternalError as error:
             if self._broken is not None:  # a step inside this one has failed
                 raise
-            dump = watched.dump(GAVE_UP)
-            failure = self._failure(watched, call, error)
-            add_note(failure, dump())
+            notes = observers.notes(GAVE_UP)
+            failure = self._failure(observers, call, error)
+            add_note(failure, notes())
             raise failure from error.__cause__ or error
         except BaseException as error:  # such as KeyboardInterrupt: it is unknown how far this rank got
             if self._broken is not None:
                 raise
-            self._broken = f"{call.brief} was interrupted: {error!r}."
-            watched.interrupt(repr(error))
-            self._connections.close()
-            self._abort()
+            for interrupted in observers.interrupted:
+                interrupted(error)
+            self._stop(f"{call.brief} was interrupted: {error!r}.")
             raise
         finally:
-            watched.end()
+            for ended in observers.ended:
+                ended()
 
-    def _failure(
-        self, watched: WatchedChannel, call: Call, error: HorovodInternalError
-    ) -> HorovodInternalError:
-        """Let every later call raise, and return the error of this one, which says what the other ranks are doing."""
-        if isinstance(error, OutOfStepError):
-            self._connections.close()
-            self._abort()
-            self._broken = f"{call.brief} failed: {error}."
-            return HorovodInternalError(self._broken)
-        found, succeeded = None, self._connections.peers_that_succeeded()
-        if isinstance(error, StallError) or watched.is_crossed:
-            found = watched.give_up()
+    def _stop(self, why: str) -> None:
+        self._broken = why
         self._connections.close()  # so that no member waits for this rank
         self._abort()
-        found = found or watched.notice
-        if found is not None:
-            stalled = f"{call.brief} stalled; {found}"
-            self._broken = stalled.splitlines()[0]
-            return StallError(stalled)
-        self._broken = f"{call.brief} failed: {str(error).rstrip('.')}."
-        survey = watched.fail(succeeded)
-        if not survey.missing or watched.failures:  # another rank has said why before it ended
-            return HorovodInternalError(
-                f"{self._broken} Look for the first error of another rank, or for a failure of the network"
-                f"{f'; {survey}' if survey.missing else '.'}"
-            )
-        causes = shown_ranks(survey.missing)
-        failed = f"{call.brief} failed: the cause is {causes}"
-        self._broken = f"{failed}; {str(survey).splitlines()[0]}"
-        advice = "Look for its first error, or for a failure of the network"
-        if set(survey.missing) <= set(succeeded):
-            advice = (
-                f"{causes.capitalize()} ended or called shutdown(), without an exception and without this call. Let "
-                "all ranks make the same calls. If one had fewer batches than the others, give all the same number, or "
-                "call join() at the end"
-            )
-        return HorovodInternalError(f"{failed}. {advice}; {survey}")
+
+    def _failure(self, observers: Observers, call: Call, error: HorovodInternalError) -> HorovodInternalError:
+        """Let every later call raise, and return the error of this one."""
+        failed = f"{call.brief} failed: {str(error).rstrip('.')}."
+        lost, succeeded = self._connections.lost_peers(), self._connections.peers_that_succeeded()
+        stop = functools.partial(self._stop, failed)
+        if isinstance(error, OutOfStepError):
+            stop()
+            return HorovodInternalError(failed)
+        for explain in observers.explain:
+            self._broken, failure = explain(call, error, succeeded, stop)
+            return failure
+        stop()
+        if isinstance(error, StallError):
+            self._broken = f"{call.brief} stalled: another rank did not make this call in time."
+            return StallError(self._broken)
+        gone = f"{shown_ranks(lost).capitalize()} ended, or gave up a call. " if lost else ""
+        return HorovodInternalError(
+            f"{failed} {gone}Look for the first error of another rank, or for a failure of the network."
+        )

@@ -31,7 +31,7 @@ from ..backends.base import Backend, FailedWork, Group, Work
 from ..collectives.join import after_join
 from ..collectives.reduction import reduction_dtype, scale_
 from ..collectives.sparse import add_sparse, sum_sparse
-from ..extensions import extension
+from ..extensions import extension, needed
 from ..launch.environment import is_on
 from ..types import Average, Sum
 from ..world.context import current
@@ -393,19 +393,20 @@ class Reducer:
 
         memory: keeps the memory for a copy on the host. None: the group can send from the device of `sent`.
         """
-        channel = self._channel
-        group, through_host, host = channel.gradients, channel.through_host, None
+        channel, host = self._channel, None
+        group = channel.gradients
         device, dtype = group.wire_device(sent.device), reduction_dtype(sent.dtype, group)
-        if device != sent.device and device.type == "cpu" and memory is not None:
+        if memory is not None and device != sent.device and device.type == "cpu":
+            channel.through_host = channel.through_host or needed("through_host")(group)
             wire = sent.to(dtype)
             host = memory.on_host(wire)
         else:
             wire = sent.to(device, dtype)
         scale_(wire, self.options.reduction.prescale_factor)
         try:
-            if host is None and not through_host.waiting:
+            if host is None and not (channel.through_host and channel.through_host.waiting):
                 return wire, group.allreduce_(wire, Sum, tag)
-            return wire, through_host.allreduce_(wire, Sum, tag, host)
+            return wire, channel.through_host.allreduce_(wire, Sum, tag, host)
         except HorovodInternalError as error:
             return wire, FailedWork(error)
 
@@ -425,11 +426,10 @@ class Reducer:
         return self.sets_early and (hook is None or hook.only_starts)
 
     def _recorded(self, place: int, memory: BucketMemory, work: Work) -> Work:
-        names = (param.name for param in memory.params)
-        current().watch.usage.reduced += memory.flat.nbytes
-        return current().timeline.recorded(
-            work, f"gradients.{self._id}.{place}", names, memory.flat.device.type
-        )
+        for sent in self._channel.observers.sent:
+            names = (param.name for param in memory.params)
+            work = sent(work, f"gradients.{self._id}.{place}", names, memory.flat)
+        return work
 
     def is_reduced(self, index: int) -> bool:
         """Return whether the gradient at `index` was reduced since the last step, and backward has not added to it."""
@@ -520,26 +520,22 @@ class Reducer:
             if isinstance(sent.work, FailedWork):  # the error finds the rank that has left
                 in_turn(call, channel.receive, call, sent.work.wait)
         if self._sent and not channel.num_joined:  # a joined rank sends only after the announcement
-            with channel.usage.waiting_for_data():
+            with channel.observers.waiting_for_data():
                 in_turn(call, self._sent[-1].work.wait_for, _DATA_FIRST_SECONDS)
         try:
-            # channel.run, and a comparison of the calls that ran ahead in this step, if the device runs ahead.
-            wrong = channel.ahead.end_step(call, functools.partial(self._settle, self._kinds))
+            # On a device, also compare the calls that ran ahead in this step.
+            run = channel.run if channel.ahead is None else channel.ahead.end_step
+            wrong = run(call, functools.partial(self._settle, self._kinds))
         except CollectiveMismatchError:
             # The others also wait for the data before they raise.
             in_turn(call, channel.receive, call, self._receive, keep=False, settled=False)
             channel.sent_digest = 0  # no rank uses what was sent, in whatever order
             raise
-        mismatch: CollectiveMismatchError | None = None
-        for part in current().parts_of(channel):  # layers that share statistics within a host, say
-            try:
-                part.ahead.end_step(call, lambda group, verdict: None)
-            except CollectiveMismatchError as error:
-                mismatch = error
-        with channel.usage.waiting_for_data():
+        mismatch = channel.ahead and channel.ahead.end_step_of_parts(call, channel, current().channels)
+        with channel.observers.waiting_for_data():
             keep = not (wrong or mismatch)
             hook_error = in_turn(call, channel.receive, call, self._receive, keep=keep, settled=not wrong)
-        if mismatch is not None:
+        if mismatch:
             raise mismatch
         if changes:
             raise ValueError(

@@ -206,12 +206,10 @@ def read_settings(env: Mapping[str, str]) -> Settings:
     """Return what `env` sets. Raises ConfigurationError for a value that is not a number as it must be."""
     warn = _stall_seconds(env, "DUALDIST_STALL_WARN_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS")
     timeout = _stall_seconds(env, "DUALDIST_STALL_TIMEOUT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
-    start, share = "DUALDIST_START_TIMEOUT_SECONDS", "DUALDIST_SLOW_WARN_SHARE"
     return Settings(
         warn or Settings.stall_warn_seconds,
         timeout or Settings.stall_timeout_seconds,
-        number_in(env, share, Settings.slow_warn_share, unit="at most 1", most=1.0),
-        number_in(env, start, Settings.start_timeout_seconds),
+        number_in(env, "DUALDIST_START_TIMEOUT_SECONDS", Settings.start_timeout_seconds),
         env,
     )
 

@@ -11,110 +11,36 @@ import atexit
 import contextlib
 import functools
 import gc
-import hashlib
 import os
 import pickle
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
 from ...errors import HorovodInternalError, NotInitializedError, WorldMismatchError, logger
-from ...observation.dump import Dump
-from ...observation.timeline import Timeline
-from ...observation.usage import write
 from .. import accelerator, process_exit
 from ..agreement.channel import Channel
 from ..agreement.connections import Connections
-from ..agreement.watch import Contact, StallWatch
+from ..agreement.observers import Observation
 from ..backends import choose
 from ..backends.base import Backend, Exchange, Group
+from ..executor import Worker
 from ..extensions import extension
 from ..launch import DeviceView, choose_devices, launch_from, nodes, topology
-from ..launch.environment import add_copies, is_on, remove_copies, torchrun_variables
+from ..launch.environment import add_copies, remove_copies, torchrun_variables
 from ..meeting import mpi_size
-from ..meeting.addresses import own_node
 from ..meeting.server import reserved_port
 from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective
 from ..types import Launch, Settings, World
+from .presence import Presence, warn_of_too_many_threads
 
-# Warns when the processes of a host start more threads than it has CPUs, which can make training several times slower.
-#
-# torchrun, `dualdist run` and `spawn` set OMP_NUM_THREADS. mpirun, srun and horovodrun do not, so each of their
-# processes starts one thread per CPU.
-
-
-class CpuThreads(NamedTuple):
-    """The threads of a process, and the CPUs that it may use."""
-
-    threads: int
-    cpus: int
-    first_cpu: int
-    """The lowest number among the CPUs. Processes that are bound to other CPUs differ in it."""
-
-    @classmethod
-    def of_this_process(cls) -> CpuThreads:
-        """Return those of this process. The number of threads is 0 if the user has set OMP_NUM_THREADS."""
-        cpus = os.sched_getaffinity(0)
-        threads = 0 if os.environ.get("OMP_NUM_THREADS") else torch.get_num_threads()
-        return cls(threads, len(cpus), min(cpus))
-
-
-def warn_of_too_many_threads(processes: Iterable[tuple[str, CpuThreads]]) -> None:
-    """Log one warning if, on a host, processes that share CPUs have more threads than CPUs. Local.
-
-    processes: the host, as `own_node` names it, and the threads of every process.
-    """
-    for (host, mine), count in Counter(processes).items():
-        if count > 1 and mine.threads * count > mine.cpus:
-            best = max(1, mine.cpus // count)
-            logger.warning(
-                "On %s, %d processes with %d threads each share %d CPUs. This can make training several times slower. "
-                "Set OMP_NUM_THREADS=%d for all processes (with Open MPI: mpirun -x OMP_NUM_THREADS=%d).",
-                *(host.rpartition("-")[0], count, mine.threads, mine.cpus, best, best),
-            )
-            return
-
-
-# What each rank reports about itself when it has joined a world.
-
-_BYTES = 1024
-"""The length of a pickled report. All have the same, padded with spaces."""
-
-
-@dataclass(frozen=True)
-class Presence:
-    """Where a rank runs, and what it has there."""
-
-    host: str
-    local_rank: int | None
-    contact: Contact | None
-    threads: CpuThreads
-    devices: tuple[str, int]
-    """A name for the set of devices that the rank sees, and their number."""
-    master: tuple[str, int] | None
-    """On rank 0: its address, and a port that is free on its host."""
-
-    @classmethod
-    def of_this_process(
-        cls, local_rank: int | None, contact: Contact | None, master: tuple[str, int] | None
-    ) -> Presence:
-        """Return the report of this process."""
-        names = accelerator.visible()
-        devices = hashlib.sha256(repr(names).encode()).hexdigest()[:8], len(names)
-        return cls(own_node(), local_rank, contact, CpuThreads.of_this_process(), devices, master)
-
-    @property
-    def view(self) -> DeviceView:
-        """What is needed to choose the rank's device."""
-        name, count = self.devices
-        return DeviceView(self.host, self.local_rank, [f"{name}.{index}" for index in range(count)])
-
-
+_REPORT_BYTES = 1024
+"""The length of a pickled Presence. All have the same, padded with spaces."""
+_CHECK_PEERS_SECONDS = 5.0
+"""How often a rank looks for lost ranks while the host may wait for its device."""
 NewGroups = Callable[[Sequence[int], int, Exchange], list[Group]]
 
 _context: Context | None = None
@@ -149,23 +75,21 @@ class Context:
         """The host of each rank, as `own_node` names it."""
         self.join_device_index: int | None = None
         """The number of the device that the user has passed to `join`."""
-        self.timeline = Timeline(backend)
         self._next_set = 0
         self.at_leave = contextlib.ExitStack()
         """What others undo before the channels are closed."""
         self._undo = contextlib.ExitStack()
         """What `close` undoes."""
-        self.watch = StallWatch(backend.rank, backend.size, backend.address, settings)
+        self.observation = Observation()
         try:
+            if (observation := extension("observation")) is not None:
+                self.observation = observation(backend, settings)
             self.add_channel(range(backend.size))
             self.world = self._confirm_world()
             if backend.runs_ahead:
-                self.watch.check = self.check_peers
-            self._undo.callback(self.watch.usage.measure_loading())
-            if is_on(settings.env, "DUALDIST_SUMMARY"):
-                total = functools.partial(self.watch.usage.total, backend.rank, backend.size)
-                self._undo.callback(lambda where: write(total(), where), settings.env["DUALDIST_SUMMARY"])
-            self.timeline.open_if_asked(settings.env)
+                looking = Worker(self.check_peers, "dualdist-peers")
+                looking.wake()
+                self._undo.callback(looking.stop, 0)
         except BaseException:
             self.close()
             raise
@@ -208,8 +132,7 @@ class Context:
             connections,
             data,
             gradients,
-            self.watch,
-            self.timeline,
+            self.observation.observers,
             functools.partial(_abort, self.channels, backend),  # not a method: without `self`, no cycle
             make_ahead,
         )
@@ -225,16 +148,11 @@ class Context:
         if process_exit.has_failed() and not all(one.ends_soon() for one in self.channels.values()):
             _abort(self.channels, self.backend)
 
-    def parts_of(self, whole: Channel) -> list[Channel]:
-        """Return the channels with calls that run ahead among some members of `whole`, in one order on all ranks."""
-        used = [one for one in self.channels.values() if one is not whole and one.ahead.is_used]
-        parts = (one for one in used if set(one.group.ranks) <= set(whole.group.ranks))
-        return sorted(parts, key=lambda one: one.group.ranks)
-
-    def check_peers(self) -> None:
-        """End the collectives of devices if a rank for which they wait has died. Local."""
+    def check_peers(self) -> float:
+        """End the collectives of devices if a rank for which they wait has died. Return when to look again. Local."""
         for channel in list(self.channels.values()):
             channel.check_peers()
+        return _CHECK_PEERS_SECONDS
 
     def close(self) -> None:
         """Leave the world."""
@@ -242,21 +160,20 @@ class Context:
         with contextlib.ExitStack() as stack:
             stack.callback(self._undo.close)
             stack.callback(self.backend.shutdown)
-            stack.callback(self.timeline.close)
+            stack.callback(self.observation.close)
             for channel in self.channels.values():
                 stack.callback(channel.close)
             stack.callback(self._abort_unfinished)
             for channel in self.channels.values():
                 stack.callback(channel.leave)
             stack.callback(self.at_leave.close)
-            stack.callback(self.watch.close)
+            stack.callback(self.observation.leave)
 
     def abandon(self) -> None:
         """In a forked process, release what it shares with the parent, without affecting the parent. Local."""
         never_delete(self)
         self.backend.abandon()
-        self.watch.abandon()
-        self.dump.close(is_forked=True)
+        self.observation.abandon()
         for channel in self.channels.values():
             channel.abandon()
 
@@ -274,14 +191,12 @@ class Context:
                 "mpirun of the library that the backend was built for."
             )
         master = (joined.address, self._undo.enter_context(reserved_port())) if joined.rank == 0 else None
-        mine = Presence.of_this_process(launched.local_rank, self.watch.contact, master)
+        mine = Presence.of_this_process(launched.local_rank, self.observation.contact, master)
         group = self.channels[0].group
-        report = pickle.dumps(mine).ljust(_BYTES)
+        report = pickle.dumps(mine).ljust(_REPORT_BYTES)
         answers = joined.start_step(lambda: group.allgather_bytes(report))
         ranks: list[Presence] = [pickle.loads(answer) for answer in answers]
-        self.watch.start([rank.contact for rank in ranks if rank.contact is not None])
-        self.dump = Dump(self.watch, self.settings.env.get("DUALDIST_DUMP_DIR"), repr(ranks[0].contact))
-        self._undo.callback(self.dump.close)
+        self.observation.start([rank.contact for rank in ranks])
         self.hosts = [rank.host for rank in ranks]
         if (mpi := extension("mpi")) is not None:
             mpi.warn_of_smaller_world(joined.rank, joined.size, launched.launcher)

@@ -1,5 +1,23 @@
 """Finds the ranks that a collective waits for, on every backend.
 
+Which of the members are missing (`Survey.missing`), by what each of them does:
+
+    it does                                       the call has stalled         the backend has failed
+    WAITING in the call, or has LEFT it           no                           no
+    ABSENT: in no call                            yes                          no, it may come later
+    BEHIND: in another call of the process set    if no rank ended or stopped  no, it may come later
+    SILENT: does not answer                       yes                          if no rank ended; it may be slow
+    SUSPENDED: did not run for long               yes                          yes
+    INTERRUPTED by an exception                   yes (*)                      yes (*)
+    ENDED: its process, or it has left the world  unless one is SUSPENDED (*)  unless one is SUSPENDED (*)
+    FOLLOWED: ENDED because of others, as it said no, but these are if no other rank ended
+
+    (*) Of several, those that others have named; else those that left because of an exception; else all.
+
+A rank raises StallError if the call has stalled here, or if another rank gave up its call while this one was in
+another. Otherwise the backend has failed: HorovodInternalError, whose cause are the missing ranks. What another rank
+found first counts if it waited in the same call (`WatchedChannel.explain`).
+
 A rank that has waited for `stall_warn_seconds` reports this to rank 0, which asks all members what they are doing and
 logs which ranks are missing for which call. One thread per rank does this, so collectives do not slow down. When a call
 fails, its rank asks the members itself, for the error. Another thread answers.
@@ -9,12 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hmac
-import json
 import math
-import secrets
-import select
-import socket
 import threading
 import time
 from collections import defaultdict, deque
@@ -24,140 +37,19 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ...errors import logger
-from ...observation.usage import Report, Usage, combined, lines, shares
-from ..checks import shown_ranks
-from ..types import Settings
-from .call import LONGEST_TEXT, Call, Record
-
-# Questions between ranks that are answered at any time, such as what a rank is doing.
-#
-# Every rank answers from a thread that does nothing else, so it does while its other threads wait. A process that has
-# ended refuses the connection; one that is stopped, or behind a cut link, does not answer. The store cannot be used for
-# this: nobody can read it while the rank that serves it is stopped.
-
-_TOKEN_BYTES = 16
-_LONGEST = 1 << 16
-"""Bytes of a question or an answer."""
-_MOST_CALLERS = 64
-"""How many connections are open at a time; for the next one, the oldest is closed."""
-_SHORTAGE_SECONDS = 0.1
-"""How long the server waits when it cannot accept a connection, for example because too many files are open."""
-
-
-class Contact(NamedTuple):
-    """Where a rank answers questions."""
-
-    host: str
-    port: int
-    token: str
-    """In hexadecimal digits. The server answers only questions that begin with it."""
-
-
-class StatusServer:
-    """Answers questions, on a free port of `address`.
-
-    answer: takes a question and returns the answer, both as values of JSON. It must return at once.
-    """
-
-    def __init__(self, address: str, answer: Callable[[Any], Any]) -> None:
-        self._answer = answer
-        self._listener = socket.create_server((address, 0), backlog=1024)
-        self._listener.setblocking(False)
-        token = secrets.token_hex(_TOKEN_BYTES)
-        self.contact = Contact(address, self._listener.getsockname()[1], token)
-        self._callers: dict[int, tuple[socket.socket, bytearray]] = {}
-        """The open connections by descriptor, the oldest first, with what each has sent."""
-        self._poll = select.poll()
-        self._poll.register(self._listener, select.POLLIN)
-        self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="dualdist-status", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop answering: from now on, connections are refused."""
-        self._closing = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join()
-        self._listener.close()
-
-    def abandon(self) -> None:
-        """In a forked process, close its descriptor of the port. The parent continues to answer."""
-        self._listener.close()
-
-    def _serve(self) -> None:
-        while not self._closing:
-            for descriptor, _ in self._poll.poll():
-                if descriptor in self._callers:
-                    self._read(descriptor)
-                elif descriptor == self._listener.fileno():
-                    self._accept()
-        for descriptor in list(self._callers):
-            self._forget(descriptor)
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:
-            if not self._closing:
-                time.sleep(_SHORTAGE_SECONDS)
-            return
-        connection.setblocking(False)
-        if len(self._callers) == _MOST_CALLERS:
-            self._forget(next(iter(self._callers)))
-        self._callers[connection.fileno()] = connection, bytearray()
-        self._poll.register(connection, select.POLLIN)
-
-    def _read(self, descriptor: int) -> None:
-        connection, read = self._callers[descriptor]
-        part = b""
-        with contextlib.suppress(OSError):
-            part = connection.recv(_LONGEST)
-        read += part
-        if part and not read.endswith(b"\n") and len(read) < _LONGEST:
-            return
-        token, _, question = bytes(read).partition(b" ")
-        if hmac.compare_digest(token, self.contact.token.encode()):
-            with contextlib.suppress(OSError, ValueError):
-                connection.send(json.dumps(self._answer(json.loads(question))).encode() + b"\n")
-        self._forget(descriptor)
-
-    def _forget(self, descriptor: int) -> None:
-        self._poll.unregister(descriptor)
-        self._callers.pop(descriptor)[0].close()
-
-
-def ask(contact: Contact, question: Any, seconds: float) -> Any:
-    """Return the answer to `question`, which must arrive within `seconds`.
-
-    Raises ConnectionError when the process has ended, another OSError, such as TimeoutError, without an answer.
-    """
-    deadline = time.monotonic() + seconds
-    answer = bytearray()
-    with socket.create_connection((contact.host, contact.port), seconds) as connection:
-        connection.sendall(f"{contact.token} {json.dumps(question)}\n".encode())
-        while not answer.endswith(b"\n"):
-            connection.settimeout(max(1e-3, deadline - time.monotonic()))
-            part = connection.recv(_LONGEST)
-            if not part or len(answer) > _LONGEST:
-                raise ConnectionError(f"no rank answers at {contact.host}:{contact.port}")
-            answer += part
-    try:
-        return json.loads(answer)
-    except ValueError:
-        raise ConnectionError(f"another program answers at {contact.host}:{contact.port}") from None
-
-
-# What each member of a process set is doing while a call waits for some of them.
+from ..core.agreement.call import LONGEST_TEXT, Call, Record
+from ..core.agreement.guard import GAVE_UP
+from ..core.agreement.observers import Observer, Pending
+from ..core.checks import shown_ranks
+from ..core.launch.environment import number_in
+from ..core.types import Settings
+from ..errors import HorovodInternalError, StallError, logger
+from .report import Report, combined, lines, shares
+from .status import Contact, StatusServer, ask
+from .usage import Usage
 
 WAITING, LEFT, ABSENT, SILENT, ENDED = "waiting", "left", "absent", "silent", "ended"
-"""A rank waits in the call, has left it, has not made it yet, does not answer, or its process has ended."""
 BEHIND, INTERRUPTED, SUSPENDED, FOLLOWED = "behind", "interrupted", "suspended", "followed"
-"""A rank waits in another call of the same process set, an exception has ended a call on this rank alone, its process
-did not run for so long that the others gave up, or its process has ended because of another rank, as it has said."""
 
 
 class Doing(NamedTuple):
@@ -187,11 +79,7 @@ class Survey:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not made the call, or that died or stopped in it.
-
-        A rank that waits in another call is not missing if one has died or stopped: it waits for that one, too. If the
-        backend has failed, others may come later, answer slowly, or end because of the failure.
-        """
+        """The ranks that have not made the call, or that died or stopped in it: see the table above."""
         if self.ranks(SUSPENDED):
             gone = self.ranks(SILENT, INTERRUPTED, SUSPENDED)
         else:
@@ -230,21 +118,20 @@ _MOST_QUESTIONS = 32
 """How many ranks to ask at a time."""
 _LOOK_SECONDS = 60.0
 """How often rank 0 looks whether the others wait for one rank."""
+_SHARE, _SLOW_SHARE = "DUALDIST_SLOW_WARN_SHARE", 0.25
 _LAST_CALLS = 200
 """How many calls a rank remembers."""
-GAVE_UP, ASKED = "a call failed or stalled", "a rank received SIGUSR2"
-"""Why ranks write a file for `dualdist hang`."""
+ASKED = "a rank received SIGUSR2"
+"""Why ranks write a file for `dualdist hang`, beside GAVE_UP."""
 
 CallKey = tuple[str, str | None]
 """`Call.key`: which calls of the members match."""
 
 
-class WatchedChannel:
+class WatchedChannel(Observer):
     """What this rank does on one channel, for itself and for the other members, which may ask."""
 
-    def __init__(
-        self, watch: StallWatch, name: str, ranks: tuple[int, ...], pending: Callable[[], Iterable[Call]]
-    ) -> None:
+    def __init__(self, watch: StallWatch, name: str, ranks: tuple[int, ...], pending: Pending | None) -> None:
         self._watch, self.name, self.ranks, self._pending = watch, name, ranks, pending
         self.number = 0
         """How many calls began. Equal on all members when they are in step."""
@@ -261,8 +148,7 @@ class WatchedChannel:
         self.is_crossed = False
         """Whether another rank gave up its call while this rank waited for another one."""
         self.failures: dict[str, str] = {}
-        """Step -> what another rank was the first to report with `report_failure`."""
-        self.agreed = 0
+        self.num_agreed = 0
         """How many calls the members have agreed on."""
         self._record: Record | None = None
         """The current call's record. Set only for channels without agreements."""
@@ -272,46 +158,65 @@ class WatchedChannel:
         """The name of its process set, which may have several channels."""
         return self.name.partition(",")[0]
 
-    def begin(self, call: Call) -> None:
-        """Start watching `call`. The members wait for it, or for another pending one."""
+    def begun(self, call: Call) -> None:
         self.number += 1
         self.wait = self.number, call, time.monotonic()
-        if self._pending is tuple:  # see StallWatch.add_channel
+        if self._pending is None:
             self._record = Record(call, time.time_ns())
-            self.keep(self._record)
-            self.agree(self._record)
+            self.called(self._record)
+            self.agreed(call, self._record, ())
 
-    def end(self) -> None:
-        """Stop watching the call."""
+    def ended(self) -> None:
         if not self.gave_up:
             self.wait = None
             if self._record is not None:
                 self._record.ended = time.time_ns()
 
-    def keep(self, record: Record) -> None:
-        """Add a call that this rank makes to its last ones."""
+    def called(self, record: Record) -> None:
         record.channel = self.name
         self._watch.last_calls.append(record)
 
-    def agree(self, record: Record | None) -> None:
-        """Count a call on which the members have agreed. record: that of this rank, if it has made the call."""
-        self.agreed += 1
+    def agreed(self, call: Call | None, record: Record | None, arrivals: Sequence[int]) -> None:
+        self.num_agreed += 1
         if record is not None:
-            record.number, record.agreed = self.agreed, time.time_ns()
+            record.number, record.agreed = self.num_agreed, time.time_ns()
 
-    @property
-    def last_call(self) -> Call | None:
-        """The last call of this rank on any channel."""
-        last_calls = self._watch.last_calls
-        return last_calls[-1].call if last_calls else None
+    def interrupted(self, error: BaseException) -> None:
+        self._watch.interrupted[self.process_set] = repr(error)[:LONGEST_TEXT]
 
-    def dump(self, why: str) -> Callable[[], str]:
-        """Do as `StallWatch.dump`."""
+    def note(self, why: str) -> Callable[[], str]:
         return self._watch.dump(why, time.time_ns())
 
-    def interrupt(self, error: str) -> None:
-        """Record that `error` ends the call on this rank alone."""
-        self._watch.interrupted[self.process_set] = error[:LONGEST_TEXT]
+    def explain(
+        self, call: Call, error: HorovodInternalError, succeeded: Sequence[int], stop: Callable[[], None]
+    ) -> tuple[str, HorovodInternalError]:
+        found = self.give_up() if isinstance(error, StallError) or self.is_crossed else None
+        stop()
+        found = found or self.notice
+        if found is not None:
+            stalled = f"{call.brief} stalled; {found}"
+            return stalled.splitlines()[0], StallError(stalled)
+        survey = self.fail(succeeded)
+        if not survey.missing or self.failures:  # another rank has said why before it ended
+            failed = f"{call.brief} failed: {str(error).rstrip('.')}."
+            return failed, HorovodInternalError(
+                f"{failed} Look for the first error of another rank, or for a failure of the network"
+                f"{f'; {survey}' if survey.missing else '.'}"
+            )
+        causes = shown_ranks(survey.missing)
+        failed = f"{call.brief} failed: the cause is {causes}"
+        advice = "Look for its first error, or for a failure of the network"
+        if set(survey.missing) <= set(succeeded):
+            advice = (
+                f"{causes.capitalize()} ended or called shutdown(), without an exception and without this call. Let "
+                "all ranks make the same calls. If one had fewer batches than the others, give all the same number, or "
+                "call join() at the end"
+            )
+        broken = f"{failed}; {str(survey).splitlines()[0]}"
+        return broken, HorovodInternalError(f"{failed}. {advice}; {survey}")
+
+    def cause(self) -> str:
+        return str(self.fail())
 
     def survey(self, *, has_failed: bool = False) -> Survey:
         """Return what the members are doing, seen from the current call, or from none.
@@ -357,7 +262,6 @@ class WatchedChannel:
         self.is_crossed |= is_missing and self.wait is not None
 
     def report_failure(self, step: str, text: str) -> None:
-        """Let `failures[step]` be `text` on the other members. Waits a few seconds at most."""
         self._watch.tell(self.ranks, ["failure", self.name, step, text])
 
     def position(self, key: CallKey) -> tuple[int, bool, str]:
@@ -366,7 +270,7 @@ class WatchedChannel:
         if wait is None:
             return self.number, False, ""
         number, call, _ = wait
-        has_key = any(begun.key == key for begun in (call, *self._pending()))
+        has_key = any(begun.key == key for begun in (call, *(self._pending or tuple)()))
         return number, has_key, call.brief
 
 
@@ -376,6 +280,9 @@ class StallWatch:
     def __init__(self, rank: int, size: int, address: str, settings: Settings) -> None:
         self.rank, self.size = rank, size
         self._settings = settings
+        env, unit = settings.env, "at most 1"
+        self.slow_share = number_in(env, _SHARE, unit=unit, most=1.0) if _SHARE in env else None
+        """Rank 0 logs it if the others wait this share of a minute longer for one rank; 1: never. None: the default."""
         self.channels: dict[str, WatchedChannel] = {}
         self._due: dict[tuple[str, int, CallKey], float] = {}
         """(channel, number, key) -> when to ask the members and log; infinite afterwards. Others may be a little late.
@@ -387,7 +294,10 @@ class StallWatch:
         self._suspension, self._suspension_end = 0.0, -math.inf
         """How long no thread could run, as in a process that was stopped (SIGSTOP), and until when."""
         self._stopping = threading.Event()
-        self._server = StatusServer(address, self._answer) if size > 1 else None
+        # In a world of one for SIGUSR2 alone, which is taken only if a folder was asked for.
+        self.server = (
+            StatusServer(address, self._answer) if size > 1 or settings.env.get("DUALDIST_DUMP_DIR") else None
+        )
         self._contacts: Sequence[Contact] = ()
         self._reasons: dict[int, tuple[list[int], str]] = {}
         """Rank -> because of which ranks it has given up a call, and which one. Every rank says so before it ends."""
@@ -404,28 +314,18 @@ class StallWatch:
 
         Returns a function that waits for that, at most 2 s, and returns a sentence that names the file, or "".
         """
-        self.check: Callable[[], None] = lambda: None
-        """Called by the thread that looks for stalls, every few seconds."""
         self._thread = threading.Thread(target=self._check_repeatedly, name="dualdist-stall", daemon=True)
-
-    @property
-    def contact(self) -> Contact | None:
-        """Where this rank answers questions; None in a world of one process."""
-        return None if self._server is None else self._server.contact
 
     def start(self, contacts: Sequence[Contact]) -> None:
         """Start watching. contacts: of all ranks of the world."""
         self._contacts = contacts
-        if self._server is not None:
+        if self.size > 1:
             self._thread.start()
 
     def add_channel(
-        self, name: str, ranks: tuple[int, ...], pending: Callable[[], Iterable[Call]] = tuple
+        self, name: str, ranks: tuple[int, ...], pending: Pending | None = None
     ) -> WatchedChannel:
-        """Add a channel, whose members have the global ranks `ranks`.
-
-        pending: returns the calls that have begun. Without it, calls are not agreed on, and recorded here.
-        """
+        """Add a channel, as `Observation.observers`. Without `pending`, calls are not agreed on, and recorded here."""
         channel = self.channels[name] = WatchedChannel(self, name, ranks, pending)
         return channel
 
@@ -444,7 +344,7 @@ class StallWatch:
                 found = list(pool.map(ask, channel.ranks))
             except RuntimeError:  # the interpreter ends, and starts no thread
                 found = list(map(ask, channel.ranks))
-        if has_failed and self._server is not None:
+        if has_failed and self.size > 1:
             self._try_to_ask(self.rank, ["", channel.name])  # reads first what ranks said before they ended
         members = dict(zip(channel.ranks, found, strict=True))
         for rank, doing in members.items():
@@ -463,16 +363,15 @@ class StallWatch:
     def close(self) -> None:
         """End the watch."""
         self._stopping.set()
-        self.check = lambda: None
-        if self._server is not None:
-            self._server.close()
+        if self.server is not None:
+            self.server.close()
         if self._thread.is_alive():
             self._thread.join(_STALLED_SECONDS)
 
     def abandon(self) -> None:
         """In a forked process, close its descriptors. Local."""
-        if self._server is not None:
-            self._server.abandon()
+        if self.server is not None:
+            self.server.abandon()
 
     def _doing(self, rank: int, channel: WatchedChannel, number: int, key: CallKey, seconds: float) -> Doing:
         question = ["position", channel.name, key]
@@ -509,7 +408,7 @@ class StallWatch:
 
     def _answer(self, question: Any) -> Any:
         about, name, *rest = question
-        channel = self.channels.get(name) or WatchedChannel(self, name, (), tuple)  # not added yet
+        channel = self.channels.get(name) or WatchedChannel(self, name, (), None)  # not added yet
         if about == "report":
             number, (kind, call_name) = rest
             self._make_due(name, number, (kind, call_name))
@@ -542,9 +441,8 @@ class StallWatch:
         while not self._ends_after_pause():
             self._report()
             self._log()
-            if self.rank == 0 and time.monotonic() >= self._next_look and self._settings.slow_warn_share < 1:
+            if self.rank == 0 and time.monotonic() >= self._next_look and self.slow_share != 1:
                 self.look_for_slow_rank()
-            self.check()
 
     def _ends_after_pause(self) -> bool:
         """Wait for one pause. Return whether the watch has ended meanwhile."""
@@ -590,8 +488,13 @@ class StallWatch:
         both = enumerate(zip(before, self._spent, strict=False))  # one may be empty
         rows = [shares(*spent, rank, self.size) for rank, spent in both]
         self._slow = combined(rows, self._slow) if rows else None
-        if self._slow is not None and self._slow["share"] >= self._settings.slow_warn_share:
-            logger.warning("%s DUALDIST_SLOW_WARN_SHARE=1 turns this message off.", lines(self._slow)[-1])
+        hint = ""
+        if self.slow_share is None and not self.usage.measures_loading:
+            hint = f" Data loading counts as computing unless you set {_SHARE}={_SLOW_SHARE}."
+        if self._slow is not None and self._slow["share"] >= (self.slow_share or _SLOW_SHARE):
+            logger.warning(
+                "%s%s DUALDIST_SLOW_WARN_SHARE=1 turns this message off.", lines(self._slow)[-1], hint
+            )
 
     def _make_due(self, channel: str, number: int, key: CallKey) -> None:
         self._due.setdefault((channel, number, key), time.monotonic() + 2 * self._pause)

@@ -1,0 +1,125 @@
+"""What observes one world, and the functions with which a script asks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ..core.agreement.observers import Observation, Observer, Pending
+from ..core.backends.base import Backend
+from ..core.checks import flag, path
+from ..core.collectives.objects import allgather_object
+from ..core.launch.environment import is_on
+from ..core.types import Settings
+from ..core.world.context import current
+from .dump import Dump
+from .report import combined, write
+from .status import Contact
+from .survey import StallWatch
+from .timeline import Timeline
+
+
+class WorldObservation(Observation):
+    """The observers of one world."""
+
+    contact: Contact | None
+
+    def __init__(self, backend: Backend, settings: Settings) -> None:
+        self._env = settings.env
+        self.watch = StallWatch(backend.rank, backend.size, backend.address, settings)
+        self.usage = self.watch.usage
+        self.contact = None if self.watch.server is None else self.watch.server.contact
+        self.timeline = Timeline(backend)
+        self._dump: Dump | None = None
+
+    def observers(self, name: str, ranks: tuple[int, ...], pending: Pending | None) -> Sequence[Observer]:
+        watched = self.watch.add_channel(name, ranks, pending)
+        return [watched] if pending is None else [watched, self.usage, self.timeline.of_channel(name, ranks)]
+
+    def start(self, contacts: Sequence[Contact | None]) -> None:
+        self.watch.start([contact for contact in contacts if contact is not None])
+        self._dump = Dump(self.watch, self._env.get("DUALDIST_DUMP_DIR"), repr(contacts[0]))
+        if is_on(self._env, "DUALDIST_SUMMARY") or (self.watch.slow_share or 1) < 1:
+            self.usage.measure_loading()
+        self.timeline.open_if_asked(self._env)
+
+    def leave(self) -> None:
+        self.watch.close()
+
+    def close(self) -> None:
+        self.timeline.close()
+        self.usage.close()
+        if self._dump is not None:
+            self._dump.close()
+            if is_on(self._env, "DUALDIST_SUMMARY"):
+                write(self.usage.total(self.watch.rank, self.watch.size), self._env["DUALDIST_SUMMARY"])
+
+    def abandon(self) -> None:
+        self.watch.abandon()
+        if self._dump is not None:
+            self._dump.close(is_forked=True)
+
+
+def _observation() -> WorldObservation:
+    observation = current().observation
+    assert isinstance(observation, WorldObservation)
+    return observation
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Start writing a Chrome trace of all collectives, as HOROVOD_TIMELINE does from `init()` on. Local.
+
+    Only rank 0 writes; the call does nothing on other ranks. Unlike in Horovod, HOROVOD_TIMELINE need not be set.
+    chrome://tracing and ui.perfetto.dev can read the file at any time, also after a crash.
+
+    Args:
+        file_path: overwritten, unless it is the open timeline. A timeline that is open under another path is closed.
+        mark_cycles: write an event CYCLE_START whenever ranks begin to agree on a collective.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+        NotInitializedError: before `init()`.
+    """
+    _observation().timeline.open(str(path("file_path", file_path)), flag("mark_cycles", mark_cycles))
+
+
+def stop_timeline() -> None:
+    """Close the file that `start_timeline` or HOROVOD_TIMELINE opened, if any. Local.
+
+    Raises NotInitializedError before `init()`.
+    """
+    _observation().timeline.close()
+
+
+def report() -> dict[str, Any]:
+    """Return how the ranks have spent their time since the last call, and for which rank the others wait.
+
+    Collective over the world, for example once an epoch.
+
+    Returns:
+        A dictionary, equal on all ranks, that JSON can hold:
+
+        - "ranks": for each rank a dictionary with "rank", "size" (of the world), "start" (the time of the last call, in
+          seconds since the epoch), "seconds" (since then), "calls" (collectives for which it has waited),
+          "bytes_reduced" (that it has given to reductions; gradients before compression) and shares of the time that
+          add up to 1: "data_loading" (until a DataLoader gives the next batch), "waiting" (for other ranks),
+          "communication" (the wait for data that all ranks have in common) and "computing" (the rest). Waits of other
+          threads than the main one do not count.
+        - "slowest": the rank for which the others wait; None if the shares of waiting differ by less than 0.05.
+        - "reason": what takes longer on that rank, "computing" or "data_loading"; None without such a rank.
+        - "share": how much more of the time the others wait than that rank.
+        - "since": the "start" of the first of the successive reports, until this one, that name the same rank.
+        - "scalars": the shares of all ranks in one dictionary, for SummaryWriter.add_scalars of TensorBoard.
+
+    How long data loading takes is measured from the first call on, or from `init` on with DUALDIST_SUMMARY or
+    DUALDIST_SLOW_WARN_SHARE. Time that a GPU waits is seen only where the host waits for the GPU, as in `item()`.
+
+    Raises HorovodInternalError as `allgather_object`, and NotInitializedError before `init()`.
+    """
+    watch, usage = _observation().watch, _observation().usage
+    mine = usage.take(watch.rank, watch.size)
+    usage.measure_loading()
+    reports = allgather_object(mine, name="dualdist.report")
+    usage.last_report = combined(reports, usage.last_report)
+    return usage.last_report
