@@ -30,8 +30,9 @@ extensions.register(
     {
         "torch_backend": "dualdist.core.backends.torch:TorchBackend",
         "local_backend": "dualdist.core.backends.local:LocalBackend",
-        "communicators": "dualdist.mpi.process_sets",
+        "batch_norm": "dualdist.sync_batch_norm",
         "comm_hook": "dualdist.comm_hooks:checked_comm_hook",
+        "communicators": "dualdist.mpi.process_sets",
         "compare_start": "dualdist.replicas:warn_of_differences",
         "horovod": "dualdist.horovod",
         "horovod_backend": "dualdist.horovod.backend:HorovodBackend",

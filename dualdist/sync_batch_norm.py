@@ -7,7 +7,8 @@ algorithm for computing sample variances", 1979 (Stanford STAN-CS-79-773).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,12 +19,14 @@ from .core.accelerator import checked_device, has_streams
 from .core.agreement.call import Kind
 from .core.agreement.matching import Verdict, payload_capacity
 from .core.backends.base import Group
+from .core.backends.torch_interface import world_group
 from .core.checks import flag, instance, integer, number, wrong
 from .core.collectives.allreduce import allreduce
 from .core.collectives.plan import make_call, refuse_fake_tensor_mode
 from .core.collectives.wire import dtype_name
 from .core.compiling import not_compiled
 from .core.types import Sum
+from .core.world.context import current
 from .core.world.process_sets import (
     ProcessSet,
     ProcessSetLike,
@@ -475,3 +478,42 @@ def _filled(made: _Layer, layer: _BatchNorm) -> _Layer:
 
 
 # Finds layers of torch.nn.SyncBatchNorm that would normalize by the batch of their own rank only.
+
+
+def check_layers(layers: Iterable[torch.nn.Module]) -> None:
+    """Raise ValueError if one of `layers` is a torch.nn.SyncBatchNorm that cannot reach the other ranks.
+
+    Such a layer needs a process group of torch and a GPU: it raises on the CPU, and without a group it silently uses
+    its own batch (torch/nn/modules/batchnorm.py, SyncBatchNorm.forward).
+    """
+    if world_group() is None and current().world.size == 1:
+        return
+    for layer in layers:
+        if not isinstance(layer, torch.nn.SyncBatchNorm):
+            continue
+        tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+        if world_group() is None or any(tensor.device.type == "cpu" for tensor in tensors):
+            raise ValueError(
+                "The model must not have a torch.nn.SyncBatchNorm here, since that layer works on GPUs over "
+                "torch.distributed only, but it does. Call hvd.SyncBatchNorm.convert_sync_batchnorm(model) first."
+            )
+
+
+def layers_with(params: Sequence[torch.Tensor]) -> Iterator[torch.nn.Module]:
+    """Yield the live layers of torch.nn.SyncBatchNorm that hold one of `params`. An optimizer knows no modules."""
+    own, kinds = {id(param) for param in params}, _with_subclasses(torch.nn.SyncBatchNorm)
+
+    def found() -> list[torch.nn.Module]:
+        # Not gc.get_objects(): while its list exists, a tuple that another thread is just making raises SystemError.
+        layers = [value for value in gc.get_referrers(*kinds) if type(value) in kinds]
+        return [
+            layer for layer in layers if any(id(param) in own for param in layer.parameters(recurse=False))
+        ]
+
+    if found():
+        gc.collect()  # layers that were converted may be garbage
+        yield from found()
+
+
+def _with_subclasses(kind: type[torch.nn.Module]) -> set[type[torch.nn.Module]]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))

@@ -29,7 +29,7 @@ from ..collectives.reduction import (
     reduce_op,
 )
 from ..compiling import not_compiled
-from ..extensions import needed
+from ..extensions import extension, needed
 from ..gradients.combiner import OPTIMIZER, Combiner, SyncOptions, alive, combiners_of
 from ..gradients.grad_sync import GradSync
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Op, Sum
@@ -41,7 +41,6 @@ from ..world.process_sets import (
     global_process_set,
     reporting,
 )
-from .parameters import check_sync_batch_norms, layers_with
 
 # Adasum of optimizer steps: the ranks combine their steps, not their gradients.
 #
@@ -398,7 +397,8 @@ def _check_model(params: Sequence[torch.Tensor]) -> None:
                 f"`optimizer` must not have parameters of a {other.kind}, but does. Use either style, not both for one "
                 "model."
             )
-    check_sync_batch_norms(layers_with(params, torch.nn.SyncBatchNorm))
+    if (batch_norm := extension("batch_norm")) is not None:
+        batch_norm.check_layers(batch_norm.layers_with(params))
 
 
 def _check_overlap(named: Sequence[tuple[str, torch.Tensor]], options: SyncOptions) -> None:

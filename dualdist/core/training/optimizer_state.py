@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
@@ -21,11 +22,12 @@ from ..checks import instance, is_dtensor
 from ..collectives.objects import BROADCAST_OBJECT, broadcast_object, if_all_succeed
 from ..collectives.plan import channel_and_root
 from ..compiling import not_compiled
+from ..gradients.bucket_memory import has_numbers
 from ..world.context import current
 from ..world.process_sets import global_process_set, reporting
 from ..world.ranks import rank
 from .optimizer import SynchronizedOptimizer
-from .parameters import BROADCAST_PARAMETERS, broadcast_parameters, in_batches, layers_with
+from .parameters import BROADCAST_PARAMETERS, broadcast_parameters, in_batches
 
 
 @not_compiled
@@ -37,7 +39,7 @@ def broadcast_optimizer_state(
     Dtypes and types become the root's, too. Tensors are on the CPU where the root's are, else on the device of their
     parameter. It takes no step to create state, so weights and step counts do not change. Works for every optimizer,
     including LBFGS and optimizers without state. If the root's has no state, parameters of a DistributedOptimizer that
-    have no gradient get zeros, as in Horovod, but not embeddings with `sparse=True`. Collective over the world.
+    have no gradient get zeros, as in Horovod. Collective over the world.
 
     Args:
         optimizer: its parameters must be equal in number and shape on all ranks.
@@ -86,10 +88,11 @@ def broadcast_optimizer_state(
 
     root_rank, template, all_kinds = if_all_succeed(exchange, RuntimeError)
     if isinstance(optimizer, SynchronizedOptimizer) and not template["state"]:
-        # torch may lose a sparse gradient that it adds to a dense one with rows of one number (seen in 2.15).
-        params = optimizer._combiner.params()
-        tables: list[Any] = layers_with(params, torch.nn.Embedding, torch.nn.EmbeddingBag)
-        optimizer._combiner.fill({id(table.weight) for table in tables if table.sparse})
+        params = [param for param in optimizer._combiner.params() if param.grad is None]
+        optimizer._combiner.fill(frozenset())
+        for param in params:
+            if param.grad is not None:
+                _replace_by_sparse(param)
     bound = current().backend.device
     kind = None if bound is None else bound.type
     if rank() == root_rank:
@@ -122,6 +125,23 @@ def broadcast_optimizer_state(
             found |= {id(leaf): placed(data, leaf) for data, leaf in zip(received, part, strict=True)}
     state = tree_map_only(torch.Tensor, lambda leaf: found[id(leaf)], template)
     load_optimizer_state(optimizer, state, keeps_cpu=True)
+
+
+def _replace_by_sparse(param: torch.Tensor) -> None:
+    """Let a sparse gradient replace the zeros of `param`, in the next backward.
+
+    torch may lose a sparse gradient that it adds to a dense one with rows of one number (seen in 2.15).
+    """
+    reference, zeros = weakref.ref(param), weakref.ref(cast(torch.Tensor, param.grad))
+
+    @not_compiled
+    def replace(grad: torch.Tensor) -> None:
+        handle.remove()
+        param = reference()
+        if grad.is_sparse and param is not None and param.grad is zeros() and not has_numbers(param.grad):
+            param.grad = None
+
+    handle = param.register_hook(replace)
 
 
 def _reporting_lack_of_memory() -> contextlib.AbstractContextManager[None]:

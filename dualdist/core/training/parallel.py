@@ -19,11 +19,12 @@ from ..agreement.call import Data, Kind, remember_call_site
 from ..checks import instance, is_dtensor
 from ..collectives.reduction import Compression, Compressor, Reduction
 from ..compiling import not_compiled
+from ..extensions import extension
 from ..gradients.combiner import OPTIMIZER, Combiner, SyncOptions, combiners_of
 from ..gradients.grad_sync import GradSync
 from ..types import Average
 from ..world.process_sets import ProcessSet, global_process_set, reporting
-from .parameters import WrappedState, broadcast_parameters, check_sync_batch_norms, with_prefix
+from .parameters import WrappedState, broadcast_parameters, with_prefix
 
 DATA_PARALLEL = Kind("DistributedDataParallel", "DISTRIBUTEDDATAPARALLEL", Data.NONE)
 """Compares the layout of the gradients when a module is wrapped."""
@@ -279,5 +280,6 @@ def checked_module(module: Any, ignored: Collection[str]) -> list[tuple[str, tor
             f"`module` must not have parameters of a {OPTIMIZER}, but does. Use either style, not both for "
             "one model."
         )
-    check_sync_batch_norms(module.modules())
+    if (batch_norm := extension("batch_norm")) is not None:
+        batch_norm.check_layers(module.modules())
     return named

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar, cast
@@ -14,14 +13,12 @@ import torch
 from ..agreement.call import Kind
 from ..agreement.matching import Verdict
 from ..backends.base import Group
-from ..backends.torch_interface import world_group
 from ..checks import wrong
 from ..collectives.broadcast import overwrite, root_payload
 from ..collectives.objects import broadcast_object, if_all_succeed
 from ..collectives.plan import Plan, channel_and_root, check_tensor, make_call, planned
 from ..collectives.wire import as_bytes, dtype_name, from_bytes
 from ..compiling import not_compiled
-from ..world.context import current
 from ..world.process_sets import ProcessSetLike, global_process_set
 
 _LARGE_BYTES, _PACKED_BYTES = 1 << 18, 8 << 20
@@ -285,44 +282,3 @@ def with_prefix(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> 
         name = key[len(prefix) :]
         if own(name) or not name.startswith(PREFIX):
             state[prefix + PREFIX + name] = state.pop(key)
-
-
-def check_sync_batch_norms(parts: Iterable[torch.nn.Module]) -> None:
-    """Raise ValueError if one of `parts` is a torch.nn.SyncBatchNorm that cannot reach the other ranks.
-
-    Such a layer needs a process group of torch and a GPU: it raises on the CPU, and without a group it silently uses
-    its own batch (torch/nn/modules/batchnorm.py, SyncBatchNorm.forward).
-    """
-    if world_group() is None and current().world.size == 1:
-        return
-    for part in parts:
-        if not isinstance(part, torch.nn.SyncBatchNorm):
-            continue
-        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-        if world_group() is None or any(tensor.device.type == "cpu" for tensor in tensors):
-            raise ValueError(
-                "The model must not have a torch.nn.SyncBatchNorm here, since that layer works on GPUs over "
-                "torch.distributed only, but it does. Call hvd.SyncBatchNorm.convert_sync_batchnorm(model) first."
-            )
-
-
-def layers_with(params: Sequence[torch.Tensor], *kinds: type[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the live layers of some `kinds` that hold one of `params`. An optimizer knows no modules."""
-    own = {id(param) for param in params}
-    all_kinds = set[type[torch.nn.Module]]().union(*map(_with_subclasses, kinds))
-
-    def found() -> list[torch.nn.Module]:
-        # Not gc.get_objects(): while its list exists, a tuple that another thread is just making raises SystemError.
-        layers = [value for value in gc.get_referrers(*all_kinds) if type(value) in all_kinds]
-        return [
-            layer for layer in layers if any(id(param) in own for param in layer.parameters(recurse=False))
-        ]
-
-    if not found():
-        return []
-    gc.collect()  # layers that were converted may be garbage
-    return found()
-
-
-def _with_subclasses(kind: type[torch.nn.Module]) -> set[type[torch.nn.Module]]:
-    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
