@@ -85,7 +85,7 @@ def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]
         @functools.wraps(make)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> Plan[T]:
             try:  # faster than `reporting`
-                if type(_empty()) is not torch.Tensor:  # before the arguments' checks, which may fail in another way
+                if type(_empty()) is not torch.Tensor:  # before other checks fail
                     refuse_fake_tensor_mode()
                 return make(*args, **kwargs)
             except Exception as error:
