@@ -40,7 +40,7 @@ SCATTER = Kind("scatter", "SCATTER")
 SCATTER_OBJECT = Kind("scatter_object", "SCATTER")
 
 
-def _gather_rows(
+def gather_rows(
     group: Group, tensor: torch.Tensor, root: int, rows: Sequence[int]
 ) -> tuple[torch.Tensor, list[int]]:
     """Return the rows of all members and their number from each on the member `root`, no rows elsewhere.
@@ -63,7 +63,7 @@ def plan_gather(
     call = make_call(GATHER, name, count=table.shape[0], root_rank=root_rank, **describe_rows(table))
 
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, list[int]]:
-        return _gather_rows(group, table, root, verdict.counts)
+        return gather_rows(group, table, root, verdict.counts)
 
     return Plan(process_set, channel, call, execute, [tensor])
 
@@ -267,7 +267,7 @@ def _plan_gather_object(
     call = make_call(GATHER_OBJECT, name, count=data.numel(), root_rank=root_rank)
 
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, list[int]]:
-        return _gather_rows(group, data, root, verdict.counts)
+        return gather_rows(group, data, root, verdict.counts)
 
     return Plan(process_set, channel, call, execute)
 
