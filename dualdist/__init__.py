@@ -28,6 +28,7 @@ __all__ = tuple(sorted(_HOME))
 
 extensions.register(
     {
+        "adasum": "dualdist.adasum",
         "torch_backend": "dualdist.core.backends.torch:TorchBackend",
         "local_backend": "dualdist.core.backends.local:LocalBackend",
         "batch_norm": "dualdist.sync_batch_norm",
@@ -46,6 +47,7 @@ extensions.register(
         "process_manager": "dualdist.exec.export:process_managers_board",
         "sharding": "dualdist.sharding.checkpoints",
         "shared_memory": "dualdist.shared_memory:share_host",
+        "streams": "dualdist.devices.streams",
         "torch_groups": "dualdist.sharding.meshes",
     }
 )

@@ -68,6 +68,18 @@ from .errors import (
     StallError as StallError,
     WorldMismatchError as WorldMismatchError,
 )
+from .built import (
+    ccl_built as ccl_built,
+    cuda_built as cuda_built,
+    ddl_built as ddl_built,
+    gloo_built as gloo_built,
+    gloo_enabled as gloo_enabled,
+    mpi_built as mpi_built,
+    mpi_enabled as mpi_enabled,
+    mpi_threads_supported as mpi_threads_supported,
+    nccl_built as nccl_built,
+    rocm_built as rocm_built,
+)
 from .comm_hooks import CommHookState as CommHookState
 from .replicas import check_replicas as check_replicas
 from .core.lifecycle import (
@@ -121,25 +133,15 @@ from .core.world.process_sets import (
 )
 from .core.world.ranks import (
     backend_name as backend_name,
-    ccl_built as ccl_built,
     cross_rank as cross_rank,
     cross_size as cross_size,
-    cuda_built as cuda_built,
-    ddl_built as ddl_built,
     device as device,
-    gloo_built as gloo_built,
-    gloo_enabled as gloo_enabled,
     is_homogeneous as is_homogeneous,
     launch_info as launch_info,
     launcher_name as launcher_name,
     local_rank as local_rank,
     local_size as local_size,
-    mpi_built as mpi_built,
-    mpi_enabled as mpi_enabled,
-    mpi_threads_supported as mpi_threads_supported,
-    nccl_built as nccl_built,
     rank as rank,
-    rocm_built as rocm_built,
     size as size,
     transport_name as transport_name,
 )

@@ -179,7 +179,7 @@ class Line(NamedTuple):
     replacement: str = "pass"
 
 
-CALL, HOOK = "core.collectives.handles:Started", "comm_hooks:HookedBucket"
+CALL, HOOK = "devices.streams:Started", "comm_hooks:HookedBucket"
 COPY = "devices.through_host:_QueuedWork"
 LINES = {
     "a call waits for the stream": Line(f"{CALL}._run", "accelerator.wait_event(device, event)", PROGRAMS),
@@ -187,13 +187,13 @@ LINES = {
     "synchronize waits": Line(f"{CALL}.get", "accelerator.wait_event(device, event)", PROGRAMS),
     "synchronize records results": Line(f"{CALL}.get", "accelerator.keep_until_done(leaf, stream)", PROGRAMS),
     "poll asks the device": Line(
-        f"{CALL}.done",
+        f"{CALL}.ended",
         "return self._request.ended and all(event.query() for event in self._after.values())",
         says_done_too_early,
         "return self._request.ended",
     ),
     "a call in another thread has the caller's streams": Line(
-        "core.collectives.plan:on_streams_of_caller",
+        "devices.streams:on_streams_of_caller",
         "stack.enter_context(accelerator.use_stream(stream))",
         PROGRAMS,
     ),
@@ -236,6 +236,7 @@ def without(line: Line) -> Iterator[None]:
     *outer, name = name.split(".")
     owner = functools.reduce(getattr, outer, owner)
     function = getattr(owner, name)
+    function = getattr(function, "fget", function)  # of a property
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(f" {line.text}\n") == 1, f"{line.function} must have this line once: {line.text}"
     made: dict[str, Any] = {}

@@ -20,6 +20,10 @@ PARTS = sorted(
     - CORE
 )
 NAMES = {
+    "built": {
+        *("ccl_built", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "mpi_built", "mpi_enabled"),
+        *("mpi_threads_supported", "nccl_built", "rocm_built"),
+    },
     "checkpoint": {"checkpoint", "elastic"},
     "comm_hooks": {"CommHookState"},
     "elastic": {"elastic"},

@@ -10,15 +10,16 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch.autograd.forward_ad import unpack_dual
 
-from .. import accelerator
+from ..accelerator import has_streams
 from ..agreement.call import Call, Kind, call_site
 from ..agreement.channel import Channel
 from ..agreement.matching import Execute, Verdict
 from ..backends.base import Group
 from ..checks import integer, is_dtensor, items, text, wrong
+from ..extensions import needed
 from ..types import Average, Sum
 from ..world.process_sets import ProcessSetLike, channel_of, report, reporting
-from .handles import Started, new_handle, on_streams_of_caller
+from .handles import new_handle
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -64,8 +65,8 @@ class Plan(Generic[T]):
             result: T = function.apply(self, *gradient, *self.tensors)  # type: ignore[union-attr]
         else:
             execute = self.execute
-            if any(map(accelerator.has_streams, self.tensors)):
-                execute = on_streams_of_caller(execute, self.tensors)
+            if any(map(has_streams, self.tensors)):
+                execute = needed("streams").on_streams_of_caller(execute, self.tensors)
             result = self.channel.run(self.call, execute)
         return result if function is None or self.restore is None else self.restore(result)
 
@@ -75,7 +76,9 @@ class Plan(Generic[T]):
         def execute(group: Group, verdict: Verdict) -> Any:
             return change(self.execute(group, verdict))
 
-        return new_handle(Started(self.channel, self.call, execute, self.tensors))
+        if any(map(has_streams, self.tensors)):
+            return new_handle(needed("streams").Started(self.channel, self.call, execute, self.tensors))
+        return new_handle(self.channel.submit(self.call, execute))
 
 
 def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]]:

@@ -20,6 +20,7 @@ from ..agreement.call import Call
 from ..agreement.matching import payload_capacity
 from ..backends.base import Group
 from ..checks import number, shown, wrong
+from ..extensions import needed
 from ..types import REDUCE_OP_NAMES, TORCH_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
 from .wire import dtype_name
 
@@ -82,55 +83,6 @@ def neutral(dtype: torch.dtype, op: int) -> float | int:
     return info.max if op == Min else info.min
 
 
-# Adasum: a sum that adds orthogonal gradients and averages parallel ones.
-#
-# adasum(a, b) = (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b, applied along a binary tree over the ranks
-# (Maleki et al. 2020, arXiv:2006.02924, equation 7 and section 4.2; horovod/common/ops/adasum/adasum.h:194). The tree
-# combines ranks at distances 1, 2, 4, ..., so the number of ranks must be a power of two.
-
-
-def check_adasum_size(size: int) -> None:
-    """Raise NotImplementedError, as Horovod does, unless `size` is a power of two."""
-    if size & (size - 1):
-        raise NotImplementedError(
-            f"Adasum must run on 1, 2, 4, 8, ... ranks (a power of two), but has {size} instead. "
-            "Use Average, or another number of ranks."
-        )
-
-
-def adasum(group: Group, tensors: Sequence[torch.Tensor]) -> None:
-    """Combine each of `tensors` (1-D views of one flat buffer) in place over all ranks of `group`."""
-    whole = torch.cat(list(tensors))
-    sizes = [tensor.numel() for tensor in tensors]
-    distance = 1
-    while distance < group.size:
-        theirs = _swap(group, whole, group.rank ^ distance)
-        lower_first = (whole, theirs) if group.rank & distance == 0 else (theirs, whole)
-        pairs = zip(*(side.split(sizes) for side in lower_first), strict=True)
-        whole = torch.cat([_combine(a, b) for a, b in pairs])
-        distance *= 2
-    for tensor, part in zip(tensors, whole.split(sizes), strict=True):
-        tensor.copy_(part)
-
-
-def _swap(group: Group, tensor: torch.Tensor, partner: int) -> torch.Tensor:
-    data = tensor.view(torch.uint8)
-    counts = [0] * group.size
-    counts[partner] = data.numel()
-    received = torch.empty_like(data)
-    group.alltoall(received, data, counts, counts).wait()
-    return received.view(tensor.dtype)
-
-
-def _combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    wide_a, wide_b = a.double(), b.double()
-    dot, square_a, square_b = wide_a @ wide_b, wide_a @ wide_a, wide_b @ wide_b
-    # If one vector is zero, the result is the other one.
-    keep_a = torch.where(square_a > 0, 1 - dot / (2 * square_a), torch.ones_like(dot))
-    keep_b = torch.where(square_b > 0, 1 - dot / (2 * square_b), torch.ones_like(dot))
-    return (keep_a * wide_a + keep_b * wide_b).to(a.dtype)
-
-
 _TORCH_MODULES = ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d")
 """Where the classes of torch's ops are. They are recognised by name, because torch.distributed may be missing."""
 
@@ -179,7 +131,7 @@ class Reduction(NamedTuple):
         for tensor in tensors:
             check_reducible(tensor.dtype, self.op)
         if self.op == Adasum:
-            check_adasum_size(size)
+            needed("adasum").check_size(size)
 
     def describe(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return the arguments of a reduction of `tensors` for its Call, in the order in which errors show them."""
@@ -245,7 +197,7 @@ def reduce_tensors(
         else:
             flat.fill_(neutral(flat.dtype, reduction.op))
         if reduction.op == Adasum:
-            adasum(group, flat.split([tensor.numel() for tensor in same_kind]))
+            needed("adasum").combine(group, flat.split([tensor.numel() for tensor in same_kind]))
         else:
             group.allreduce_(flat, Sum if reduction.op == Average else reduction.op).wait()
         _finish(flat, reduction, group.size)

@@ -24,7 +24,6 @@ from ..collectives.reduction import (
     Compression,
     Compressor,
     Reduction,
-    check_adasum_size,
     checked_compression,
     reduce_op,
 )
@@ -60,7 +59,7 @@ class AdasumStep(Combiner):
         compression: type[Compressor] | Compressor,
         process_set: ProcessSet,
     ) -> None:
-        check_adasum_size(channel_of(process_set).group.size)
+        needed("adasum").check_size(channel_of(process_set).group.size)
         self._optimizer = optimizer
         self._compression = compression
         self._process_set = process_set
