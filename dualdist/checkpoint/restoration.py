@@ -99,12 +99,7 @@ Load = Callable[[], object]
 
 
 def load_into(
-    state: Mapping[str, Any],
-    values: Mapping[str, Any],
-    *,
-    strict: bool,
-    partial: bool = False,
-    origin: object,
+    state: Mapping[str, Any], values: Mapping[str, Any], *, strict: bool, partial: bool = False, origin: Any
 ) -> None:
     """Load the objects of `state` from `values`, and set its plain values. Collective over the world.
 

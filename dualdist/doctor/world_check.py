@@ -58,7 +58,7 @@ def check_world(
         # When a process ends, the launcher may end the one that has not printed yet.
         with limited_start(env, timeout), meet(launch, env, timeout, print_own) as meeting:
             address = find_addresses(launch.rank, meeting.gather, env).own
-            world = _collect(launch, env, backend, transport, address, meeting.gather)
+            world = _collect(launch, _chosen(launch, env, backend, transport), address, meeting.gather)
             code = 0
             if launch.rank == 0:
                 report = as_json(launch.launcher, world, find_problems(world, least_bandwidth))
@@ -161,17 +161,9 @@ class WorldFacts:
 _GPUS, _DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia/version")
 
 
-def _collect(
-    launch: Launch,
-    env: Mapping[str, str],
-    backend: str | None,
-    transport: str | None,
-    address: str,
-    gather: Gather,
-) -> WorldFacts:
+def _collect(launch: Launch, chosen: tuple[str, bool], address: str, gather: Gather) -> WorldFacts:
     """Return what all processes report, the same on every rank. Collective."""
     found = json.dumps(installed_versions(), sort_keys=True)
-    chosen, usable = _chosen(launch, env, backend, transport)
     devices = accelerator.visible(by_uuid=True)
     cores = os.sched_getaffinity(0)
     mine = ProcessFacts(
@@ -182,8 +174,7 @@ def _collect(
         address,
         _interface(address),
         hashlib.sha256(found.encode()).hexdigest()[:16],
-        chosen,
-        usable,
+        *chosen,
         devices,
         [str(accelerator.module().get_device_name(index)) for index in range(len(devices))],
         len(list(_GPUS.glob("*"))) if torch.version.cuda else 0,

@@ -11,18 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ..core.extensions import extension
-from ..core.launch import is_one_host, nodes, topology
+from ..core.launch import environment, is_one_host, nodes, topology
 from ..core.launch.detect import detect
-from ..core.launch.environment import (
-    OF_LAUNCHER,
-    RUN_ID,
-    add_copies,
-    agent_variables,
-    names_of_copies,
-    read_settings,
-    torchrun_variables,
-    without_copies,
-)
+from ..core.launch.environment import OF_LAUNCHER, RUN_ID
 from ..core.meeting import find_board, no_board
 from ..core.meeting.addresses import Gather, find_addresses, interface_of, own_node
 from ..core.meeting.boards import Board, given_board
@@ -53,7 +44,7 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
     Raises ConfigurationError when the environment is wrong or a process does not arrive, and on all ranks when
     `prepare` raises it on one of them.
     """
-    env = without_copies(os.environ)
+    env = environment.without_copies(os.environ)
     with _job(env) as (launch, find):
         mpi = extension("mpi")
         if mpi is not None:
@@ -61,13 +52,14 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
         is_torchrun = RUN_ID in env and launch.sources.get("rank") == "RANK"
         # A launcher that was started since then has not set the copies.
         place = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
-        is_ours = RUN_ID in names_of_copies(os.environ) and not os.environ[RUN_ID].startswith(OF_LAUNCHER)
+        is_ours = RUN_ID in environment.names_of_copies(os.environ)
+        is_ours = is_ours and not os.environ[RUN_ID].startswith(OF_LAUNCHER)
         is_set = is_ours and place == (f"{launch.rank}", f"{launch.size}")
         if is_torchrun and prepare is not None:
             os.environ.update(prepare(World(*[int(env[name]) for name in _OF_TORCHRUN])))
         if is_torchrun or (is_set and prepare is None):
             return
-        seconds = read_settings(env).start_timeout_seconds
+        seconds = environment.read_settings(env).start_timeout_seconds
         with contextlib.ExitStack() as stack:
             gather: Gather = (
                 (lambda text: [text])
@@ -78,7 +70,7 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
     for name in (_THREADS, _INTERFACE):
         if (value := variables.pop(name, "")) and not env.get(name):
             os.environ[name] = value
-    add_copies(variables, os.environ)
+    environment.add_copies(variables, os.environ)
 
 
 def process_managers_board(launch: Launch, env: Mapping[str, str]) -> Board | None:
@@ -139,8 +131,8 @@ def _agreed(
     if problems:
         raise ConfigurationError(problems[0])
     _, _, port, run_id = answers[0]
-    place = torchrun_variables(world, nodes(places), (addresses.first, port))
-    variables = {**place, **agent_variables(run_id, env), **more}
+    place = environment.torchrun_variables(world, nodes(places), (addresses.first, port))
+    variables = {**place, **environment.agent_variables(run_id, env), **more}
     if world.local_size > 1 and not sys.modules.get("torch"):  # else torch has read it
         variables[_THREADS] = "1"  # as torchrun does
     if len(set(addresses.nodes)) > 1:

@@ -224,11 +224,7 @@ def _hosts(hosts: str | None, hostfile: Any, num_proc: int) -> list[Host]:
 
 
 def _variables(
-    backend: str | None,
-    transport: str | None,
-    interfaces: Sequence[str],
-    env: Mapping[str, str] | None,
-    launcher: str,
+    backend: str | None, transport: str | None, interfaces: list[str], env: Any, launcher: str
 ) -> dict[str, str]:
     if backend is not None:
         load(text("backend", backend))

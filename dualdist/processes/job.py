@@ -22,17 +22,7 @@ from types import MappingProxyType
 
 from ..core.checks import wrong
 from ..core.extensions import extension, needed
-from ..core.launch import DUALDIST_RUN, topology
-from ..core.launch.environment import (
-    OF_LAUNCHER,
-    agent_variables,
-    copied_variables,
-    exportable,
-    horovod_variables,
-    process_variables,
-    torchrun_variables,
-    without_launchers,
-)
+from ..core.launch import DUALDIST_RUN, environment, topology
 from ..core.meeting.addresses import INTERFACE, LOOPBACK, interface_of
 from ..core.meeting.server import MeetingServer, reserved_port
 from ..core.types import World
@@ -117,7 +107,7 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
     address = address_towards(remote[0], env, interface) if remote else LOOPBACK
     first = address_of(hosts[0], env) if hosts[0] in remote else None
     secret = secrets.token_bytes(32)
-    common = _with_alias(without_launchers(env))
+    common = _with_alias(environment.without_launchers(env))
     if options.descriptors is None:
         # Python's buffer delays the output, so horovodrun sets PYTHONUNBUFFERED too.
         common |= {"PYTHONUNBUFFERED": common.get("PYTHONUNBUFFERED") or "1"}
@@ -128,7 +118,7 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
     ):
         own_env: dict[str, dict[int, dict[str, str]]] = defaultdict(dict)
         for host, world in zip(hosts, worlds, strict=True):
-            own = process_variables(options.launcher, world, f"{address}:{server.port}", secret)
+            own = environment.process_variables(options.launcher, world, f"{address}:{server.port}", secret)
             own_env[host][world.rank] = copies[world.rank] | own
         window = max(_SMALLEST_WINDOW, min(_LARGEST_WINDOW, _ALL_WINDOWS // len(own_env)))
         yield [
@@ -138,7 +128,7 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
                 if host in remote
                 else AGENT_COMMAND,
                 options.command,
-                (exportable(common) if host in remote else common) | dict(options.variables),
+                (environment.exportable(common) if host in remote else common) | dict(options.variables),
                 own_env[host],
                 local=host not in remote,
                 address=address if remote else None,
@@ -185,11 +175,11 @@ def _serve_unchanged_scripts(
             http = needed("horovods_store")
             store = stack.enter_context(http.HttpStore(address, http.horovods_scopes(hosts, worlds)))
             rendezvous = store.host, store.port
-        agent = agent_variables(OF_LAUNCHER + secrets.token_hex(8), {**env, **given})
+        agent = environment.agent_variables(environment.OF_LAUNCHER + secrets.token_hex(8), {**env, **given})
         yield [
-            copied_variables(
-                torchrun_variables(world, hosts, (first, port)) | agent,
-                horovod_variables(world, rendezvous, host, interface),
+            environment.copied_variables(
+                environment.torchrun_variables(world, hosts, (first, port)) | agent,
+                environment.horovod_variables(world, rendezvous, host, interface),
                 given=given,
             )
             for host, world in zip(hosts, worlds, strict=True)
