@@ -287,9 +287,7 @@ def _backends(world: WorldFacts) -> Iterator[Problem]:
 
 def _versions(world: WorldFacts) -> Iterator[Problem]:
     for name in sorted({name for found in world.versions.values() for name in found}):
-        usual, others = _split(
-            (world.versions[process.versions].get(name), process) for process in world.processes
-        )
+        usual, others = _split((world.versions[one.versions].get(name), one) for one in world.processes)
         for version, processes in others.items():
             text = (
                 f"{name} must be the same version everywhere, but is {version or 'absent'} on {_where(processes)} and "

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..checkpoint.for_elastic import is_collective, is_per_rank, is_stateful
@@ -240,7 +241,7 @@ Registry = list[tuple[type, type[StateHandler]]]
 
 _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
-    (torch.optim.Optimizer, OptimizerStateHandler),
+    (Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
     (DealingSampler, SamplerStateHandler),
 ]
@@ -450,10 +451,7 @@ class TorchState(ObjectState):
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        **kwargs: Any,
+        self, model: torch.nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any
     ) -> None:
         values = {**kwargs, "model": model, "optimizer": optimizer}
         _check_names(values)

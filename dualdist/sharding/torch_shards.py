@@ -37,12 +37,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, empty
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.backends.torch_interface import adopted_config, wrapped
 from ..errors import CheckpointError
 
-Objects = Mapping[str, torch.nn.Module | torch.optim.Optimizer]
+Objects = Mapping[str, torch.nn.Module | Optimizer]
 Parts = dict[str, Any]
 Groups = dict[str, list[Parts]]
 """The groups of each optimizer, with the names of their parameters under "params"."""
@@ -113,12 +114,12 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def _stateful(optimizer: torch.optim.Optimizer, **methods: Callable[..., Any]) -> Any:
+def _stateful(optimizer: Optimizer, **methods: Callable[..., Any]) -> Any:
     """Return `optimizer` with other methods, and as one that has state: torch takes no step to create it."""
     return SimpleNamespace(state={None: None}, param_groups=optimizer.param_groups, **methods)
 
 
-def _named_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> tuple[State, list[Parts]]:
+def _named_state(optimizer: Optimizer, model: torch.nn.Module) -> tuple[State, list[Parts]]:
     """Return what `optimizer` has beside its groups, and the groups with names."""
     own = optimizer.state_dict()
     of_params = {key: value for key, value in own["state"].items() if isinstance(key, int)}
@@ -190,11 +191,11 @@ def hyperparameters(groups: Groups, *, by_number: bool) -> Parts:
     }
 
 
-def _optimizers(objects: Objects) -> list[tuple[str, torch.optim.Optimizer]]:
-    return [(name, value) for name, value in objects.items() if isinstance(value, torch.optim.Optimizer)]
+def _optimizers(objects: Objects) -> list[tuple[str, Optimizer]]:
+    return [(name, value) for name, value in objects.items() if isinstance(value, Optimizer)]
 
 
-def _model_of(name: str, optimizer: torch.optim.Optimizer, objects: Objects) -> tuple[str, torch.nn.Module]:
+def _model_of(name: str, optimizer: Optimizer, objects: Objects) -> tuple[str, torch.nn.Module]:
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for model, value in objects.items():
         if isinstance(value, torch.nn.Module) and own <= {id(param) for param in value.parameters()}:
@@ -225,7 +226,7 @@ class _SavedOptimizer:
     """What a folder has of one optimizer."""
 
     def __init__(
-        self, name: str, optimizer: torch.optim.Optimizer, groups: list[Parts], saved: Mapping[str, Any]
+        self, name: str, optimizer: Optimizer, groups: list[Parts], saved: Mapping[str, Any]
     ) -> None:
         self.name, self.optimizer, self._groups = name, optimizer, groups
         self.params = {param: None for group in groups for param in group["params"]}
@@ -342,9 +343,7 @@ def _is_tensor(entry: Any) -> bool:
     return isinstance(entry, TensorStorageMetadata)
 
 
-def _to_load(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, named: dict[str, Any]
-) -> dict[str, Any]:
+def _to_load(optimizer: Optimizer, model: torch.nn.Module, named: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict `named`, which has the names of parameters, as `optimizer` loads it."""
     state, groups = named["state"], named["param_groups"]
     names = [param for group in groups for param in group["params"]]
@@ -389,9 +388,7 @@ class Loading:
         states = [f"{each.name}.state.{param}" for each in self._optimizers for param in each.params]
         return [*self._of_models, *states]
 
-    def compare(
-        self, known: Set[str], misfits: Callable[[torch.optim.Optimizer, Set[str]], list[str]]
-    ) -> list[str]:
+    def compare(self, known: Set[str], misfits: Callable[[Optimizer, Set[str]], list[str]]) -> list[str]:
         """Take in `described`, choose the `parts`, and return what does not match.
 
         known: the `names` of all ranks. misfits: returns what is wrong with the hyperparameters for an optimizer.
@@ -428,7 +425,7 @@ class Loading:
         texts = [f"{len(found)} {kind} ({', '.join(found[:3])})" for kind, found in kinds.items() if found]
         return [*problems, *([f"it has {' and '.join(texts)} parts"] if texts else [])]
 
-    def finish(self, load: Callable[[torch.optim.Optimizer, dict[str, Any]], object]) -> None:
+    def finish(self, load: Callable[[Optimizer, dict[str, Any]], object]) -> None:
         """Load the `parts`, the state of optimizers by `load`, which keeps its dtypes."""
         loaded = self._of_models | self.parts
         for name, value in self._objects.items():
