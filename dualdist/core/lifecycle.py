@@ -12,7 +12,9 @@ from typing import Any
 from ..errors import ConfigurationError
 from .checks import configuration, integer, items, number, text, wrong
 from .extensions import extension, needed
+from .launch import launch_from
 from .launch.environment import read_settings, without_copies
+from .meeting import mpi_size
 from .types import NEVER_SECONDS
 from .world.context import current, is_forked, is_initialized, join_world, leave_world
 from .world.process_sets import ProcessSet, forget_world, is_communicator, register_world
@@ -79,11 +81,15 @@ def init(
         settings = read_settings(env)
         seconds = settings.start_timeout_seconds
         with contextlib.ExitStack() as stack:
-            if (mpi := extension("mpi")) is not None:
-                stack.enter_context(mpi.limited_start(env, seconds))
-            part = {} if comm is None else stack.enter_context(needed("part_of_world")(comm, env, seconds))
-            override = {"init_method": init_method, "rank": rank, "size": world_size} | part
-            context = join_world(backend, transport, override, env, settings)
+            mpi = extension("mpi")
+            limit = None if mpi is None else stack.enter_context(mpi.limited_start(env, seconds))
+            place = {"init_method": init_method, "rank": rank, "size": world_size}
+            launch = launch_from(place, env, mpi_size)
+            if limit is not None:
+                limit.announce(launch)
+            if comm is not None:
+                launch = stack.enter_context(needed("part_of_world")(comm, launch, env, seconds))
+            context = join_world(backend, transport, launch, env, settings)
         context.arguments = given | {"comm": comm, "process_sets": sets}  # lists, since iterators have ended
         try:
             register_world(sets, comm)

@@ -56,7 +56,9 @@ def check_world(
 
     try:
         # When a process ends, the launcher may end the one that has not printed yet.
-        with limited_start(env, timeout), meet(launch, env, timeout, print_own) as meeting:
+        with limited_start(env, timeout) as limit, contextlib.ExitStack() as stack:
+            limit.announce(launch)
+            meeting = stack.enter_context(meet(launch, env, timeout, print_own))
             address = find_addresses(launch.rank, meeting.gather, env).own
             world = _collect(launch, _chosen(launch, env, backend, transport), address, meeting.gather)
             code = 0

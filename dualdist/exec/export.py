@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import sys
@@ -15,7 +14,7 @@ from ..core.launch import environment, is_one_host, nodes, topology
 from ..core.launch.detect import detect
 from ..core.launch.environment import OF_LAUNCHER, RUN_ID
 from ..core.meeting import find_board, no_board
-from ..core.meeting.addresses import Gather, find_addresses, interface_of, own_node
+from ..core.meeting.addresses import Gather, find_addresses, interface_of
 from ..core.meeting.boards import Board, given_board
 from ..core.meeting.member import Meeting
 from ..core.meeting.server import reserved_port
@@ -116,11 +115,11 @@ def _agreed(
     prepare: Callable[[World], Mapping[str, str]] | None,
 ) -> dict[str, str]:
     """Return the variables of this process. Collective over the launched processes."""
-    addresses = find_addresses(launch.rank, gather, env)
     port = _held.enter_context(reserved_port(stays_after_exec=True)) if launch.rank == 0 else None
-    own = [own_node(), launch.local_rank, port, secrets.token_hex(8)]
-    answers = [json.loads(text) for text in gather(json.dumps(own))]
-    places = [(node, local_rank) for node, local_rank, _, _ in answers]
+    own = [launch.local_rank, port, secrets.token_hex(8)]
+    addresses = find_addresses(launch.rank, gather, env, lambda address: own)
+    local_ranks = [local_rank for local_rank, _, _ in addresses.offers]
+    places = list(zip(addresses.nodes, local_ranks, strict=True))
     world = topology(places)[launch.rank]
     more, problem = {}, ""
     try:
@@ -130,7 +129,7 @@ def _agreed(
     problems = [text for text in gather(problem) if text]
     if problems:
         raise ConfigurationError(problems[0])
-    _, _, port, run_id = answers[0]
+    _, port, run_id = addresses.offers[0]
     place = environment.torchrun_variables(world, nodes(places), (addresses.first, port))
     variables = {**place, **environment.agent_variables(run_id, env), **more}
     if world.local_size > 1 and not sys.modules.get("torch"):  # else torch has read it

@@ -153,12 +153,12 @@ def serve_rendezvous(
     meeting: Meeting, launch: Launch, env: Mapping[str, str], settings: Settings
 ) -> GlooRendezvous:
     """Serve Horovod's rendezvous from rank 0, and return the variables that hvd.init() reads. Collective."""
-    own_part = json.dumps([horovods_version(), own_node(), launch.local_rank])
+    own_part = json.dumps([horovods_version(), launch.local_rank])
     shared = open_store(meeting, env, settings.start_timeout_seconds, own_part)
     check_interfaces("HOROVOD_GLOO_IFACE", env)
-    versions, *columns = zip(*map(json.loads, shared.messages), strict=True)
+    versions, local_ranks = zip(*map(json.loads, shared.messages), strict=True)
     _check_builds(versions)
-    places: list[Place] = list(zip(*columns, strict=True))
+    places: list[Place] = list(zip(shared.addresses.nodes, local_ranks, strict=True))
     names, worlds = nodes(places), topology(places)
     is_first = launch.rank == 0
     server = HttpStore(shared.addresses.first, horovods_scopes(names, worlds)) if is_first else None

@@ -18,17 +18,18 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, NoReturn, cast
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
 
 from ..core import process_exit
 from ..core.checks import shown_ranks
 from ..core.executor import in_time
-from ..core.launch import detect, is_one_host
+from ..core.launch import is_one_host
 from ..core.meeting.boards import ADVICE, PublishedBoard, job_digest, process_status, rising
 from ..core.meeting.server import own_peer, unix_listener
 from ..core.process_exit import at_exit
 from ..core.types import Launch
-from ..errors import ConfigurationError, logger
+from ..errors import logger
 
 # Which ranks on this host have begun to start: MPI cannot report for whom it waits.
 #
@@ -207,30 +208,32 @@ _OTHER_HOSTS_SECONDS = 2.0
 """How much longer a process waits if none of its own host is missing."""
 
 
-class _Limit(NamedTuple):
+@dataclass
+class _Limit:
     """The environment of a start, and how many seconds it may wait for other ranks."""
 
     env: Mapping[str, str]
-    launch: Launch | None
-    """This process's place in the job, as far as it is known without MPI."""
     seconds: float
+    launch: Launch | None = None
+    """This process's place in the job, as far as it is known without MPI."""
+
+    def announce(self, launch: Launch) -> None:
+        """Let the other ranks on this host see that this rank has begun to start, if MPI may start. Never raises."""
+        if launch.starts_mpi:
+            self.launch = launch
+            announce(launch, self.env)
 
 
 _limit: ContextVar[_Limit | None] = ContextVar("limit", default=None)
 
 
 @contextlib.contextmanager
-def limited_start(env: Mapping[str, str], seconds: float) -> Iterator[None]:
+def limited_start(env: Mapping[str, str], seconds: float) -> Iterator[_Limit]:
     """Within the block, calls of MPI, if there are any, wait for other ranks for at most `seconds`."""
-    launch = None
-    with contextlib.suppress(ConfigurationError):
-        found = detect(env)
-        launch = found if found.starts_mpi else None
-    if launch is not None:
-        announce(launch, env)
-    token = _limit.set(_Limit(env, launch, seconds))
+    limit = _Limit(env, seconds)
+    token = _limit.set(limit)
     try:
-        yield
+        yield limit
     finally:
         _limit.reset(token)
 

@@ -7,40 +7,44 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ..core.launch import detect
+from ..core.launch import launch_from
 from ..core.meeting.addresses import find_addresses
 from ..core.meeting.member import Meeting
 from ..core.meeting.server import reserved_port
 from ..core.types import Launch
 from ..core.world.process_sets import is_communicator
 from ..errors import ConfigurationError
-from .meeting import MpiBoard, ending_late_calls, library, world_size
+from .meeting import MpiBoard, ending_late_calls, library
 
 
 @contextlib.contextmanager
-def part_of_world(comm: Any, env: Mapping[str, str], seconds: float) -> Iterator[dict[str, Any]]:
-    """Yield the fields of Launch that differ in the world of `comm`. The block joins it. Collective over `comm`.
+def part_of_world(comm: Any, launch: Launch, env: Mapping[str, str], seconds: float) -> Iterator[Launch]:
+    """Yield the launch of the world of `comm`, which the block joins. Collective over `comm`.
 
-    comm: an mpi4py communicator or a list of ranks. seconds: to wait for another member.
+    comm: an mpi4py communicator or a list of ranks of `launch`. seconds: to wait for another member.
     Raises ConfigurationError when this process is not in `comm`, or its members cannot meet.
     """
     is_list = not is_communicator(comm)
-    launch = detect(env, world_size)
     if is_list and sorted(comm) == list(range(launch.size)):
-        yield {}
+        yield launch
         return
     members = _communicator(list(comm), launch.rank, launch.size, launch.starts_mpi) if is_list else comm
     rank, size = members.Get_rank(), members.Get_size()
     is_whole = (rank, size) == (launch.rank, launch.size)
     with contextlib.ExitStack() as stack:
         with Meeting(MpiBoard(Launch("MPI", rank, size), env, members), rank, size, seconds) as meeting:
-            are_whole = meeting.gather(str(is_whole)) == [str(True)] * size
-            host = find_addresses(rank, meeting.gather, env).first
-            port = meeting.gather(str(stack.enter_context(reserved_port()) if rank == 0 else None))[0]
-        part = {"rank": rank, "size": size, "init_method": f"tcp://{host}:{port}", "is_part": True}
-        yield {} if are_whole else part
+            own = [is_whole, stack.enter_context(reserved_port()) if rank == 0 else None]
+            found = find_addresses(rank, meeting.gather, env, lambda address: own)
+        address = f"tcp://{found.first}:{found.offers[0][1]}"
+        if all(is_whole for is_whole, _ in found.offers):
+            yield launch
+            return
+        # The local numbers and MPI's world are those of another world.
+        part = launch_from({"rank": rank, "size": size, "init_method": address}, env)
+        yield replace(part, launcher=launch.launcher, starts_horovod=launch.starts_horovod, is_part=True)
 
 
 def _communicator(ranks: Sequence[int], own: int, size: int, starts_mpi: bool) -> Any:

@@ -431,7 +431,7 @@ with contextlib.ExitStack() as stack:
 
 def test_a_host_of_rank_0_without_an_ipv4_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "candidates", lambda env: [])
-    other = iter(['["other", ""]', '["", 0, []]', "{}"])
+    other = iter(['["other", "", null]', '["", 0, []]', "{}"])
     with pytest.raises(ConfigurationError, match=r"\(which has none\), but other reached none instead"):
         addresses.find_addresses(0, lambda text: [text, next(other)], {})
 

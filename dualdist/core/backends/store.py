@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -112,7 +111,7 @@ class SharedStore(NamedTuple):
     """Of all ranks, in rank order."""
 
 
-_served: list[dist.Store] = []
+_served: list[dist.TCPStore | None] = []
 """The last store that this process has served. Other ranks may use it when this one has left the world."""
 
 
@@ -122,16 +121,24 @@ def open_store(meeting: Meeting, env: Mapping[str, str], seconds: float, message
     seconds: the timeout of the store. message: for all other ranks.
     """
     timeout = timedelta(seconds=seconds)
-    addresses = find_addresses(meeting.rank, meeting.gather, env)
-    served = _serve(addresses.first, timeout) if meeting.rank == 0 else None
     with contextlib.ExitStack() as undo:
-        listener = undo.enter_context(contextlib.closing(Listener(addresses.own)))
-        own = [None if served is None else served.port, listener.address, message]
-        ports, listening, messages = zip(*map(json.loads, meeting.gather(json.dumps(own))), strict=True)
-        listener.ranks = [Address(*where) for where in listening]
-        store = served or dist.TCPStore(addresses.first, ports[0], is_master=False, timeout=timeout)
+        served: list[dist.TCPStore | None] = []
+        listeners: list[Listener] = []
+
+        def listen(address: str) -> Any:
+            undo.close()
+            served[:] = [_serve(address, timeout) if meeting.rank == 0 else None]
+            listeners[:] = [undo.enter_context(contextlib.closing(Listener(address)))]
+            return [served[0] and served[0].port, listeners[0].address, message]
+
+        addresses = find_addresses(meeting.rank, meeting.gather, env, listen)
+        ports, places, messages = zip(*addresses.offers, strict=True)
+        if meeting.rank == 0:
+            _served[:] = served  # all ranks have left the world before
+        listeners[0].ranks = [Address(*place) for place in places]
+        store = served[0] or dist.TCPStore(addresses.first, ports[0], is_master=False, timeout=timeout)
         undo.pop_all()
-    return SharedStore(store, addresses, listener, messages)
+    return SharedStore(store, addresses, listeners[0], messages)
 
 
 def connect_again(store: Any) -> dist.TCPStore:
@@ -144,7 +151,7 @@ def _serve(host: str, timeout: timedelta) -> dist.TCPStore:
     libuv = hasattr(dist.TCPStore, "clone")
     server = socket.create_server((host, 0), backlog=4096)
     port = server.getsockname()[1]
-    store = dist.TCPStore(
+    return dist.TCPStore(
         host,
         port,
         is_master=True,
@@ -153,5 +160,3 @@ def _serve(host: str, timeout: timedelta) -> dist.TCPStore:
         master_listen_fd=server.detach(),
         use_libuv=libuv,
     )
-    _served[:] = [store]
-    return store

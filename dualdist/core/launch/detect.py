@@ -388,17 +388,14 @@ def launch_from(
 ) -> Launch:
     """Return the launch that `env` describes, with the fields of Launch in `given` in their place (None: not given).
 
-    mpi_size: as in `detect`. With `is_part` in `given`, the world has only some of the launched processes: the local
-    numbers and MPI's world are those of another world, and are left out.
+    mpi_size: as in `detect`.
     Rank and world size together need no launcher. Raises ConfigurationError if arguments are missing or contradict.
     """
-    is_part = bool(given.get("is_part"))
-    given = {field: value for field, value in given.items() if field != "is_part"}
     with configuration():
         given = _checked({field: value for field, value in given.items() if value is not None})
     if not given:
         return detect(env, mpi_size)
-    alone = given.keys() >= {"rank", "size"} and not is_part
+    alone = given.keys() >= {"rank", "size"}
     detected = Launch("init") if alone else detect(env, mpi_size)
     if detected.launcher == "python" and given.get("init_method") != "env://":
         missing = [name for field, name in _ARGUMENTS.items() if field not in given]
@@ -406,19 +403,9 @@ def launch_from(
             f"`{missing[0]}` must be given together with {', '.join(_ARGUMENTS[field] for field in given)}, but is "
             "None instead, and no launcher started this process. Give rank, world_size and init_method, or none."
         )
-    if not (alone or is_part or "init_method" in given):
+    if not (alone or "init_method" in given):
         _check_agreement(given, detected)
     sources = dict(detected.sources) | {field: f"init({_ARGUMENTS[field]}=)" for field in given}
-    if is_part:
-        detected = dataclasses.replace(
-            detected,
-            local_rank=None,
-            local_size=None,
-            starts_mpi=False,
-            elastic=False,
-            restarts=False,
-            is_part=True,
-        )
     launch = dataclasses.replace(detected, **given, sources=MappingProxyType(sources))
     if launch.size > 1 and launch.init_method is None and alone:
         raise ConfigurationError(

@@ -18,8 +18,9 @@ import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ...errors import ConfigurationError
 from .server import MeetingServer, reach
@@ -119,42 +120,50 @@ class Addresses:
     """The address at which the others reach this process; 127.0.0.1 when all share a host."""
     nodes: tuple[str, ...]
     """The host of each rank, as `own_node` returns it."""
+    offers: Sequence[Any] = ()
+    """What each rank offers to the others."""
 
 
-def find_addresses(rank: int, gather: Gather, env: Mapping[str, str]) -> Addresses:
+def find_addresses(
+    rank: int, gather: Gather, env: Mapping[str, str], offer: Callable[[str], Any] = lambda address: None
+) -> Addresses:
     """Find the addresses of rank 0 and of this process. Collective over the launched processes.
 
+    offer: returns what this process offers to the others at its own address, in types of JSON. On several hosts it is
+    called again, with another address: only the last call counts.
     Raises ConfigurationError on every rank when a host does not reach rank 0, or DUALDIST_INTERFACE is wrong on a host.
     """
     mine: list[str] = []
-    problem = ""
+    own, offered, problem = LOOPBACK, None, ""
     try:
         mine = candidates(env)
+        own = mine[0] if env.get(INTERFACE) else LOOPBACK
+        offered = offer(own)
     except ConfigurationError as error:
         problem = str(error)
-    gathered = [json.loads(text) for text in gather(json.dumps([own_node(), problem]))]
-    problems = [f"Rank {other}: {text}" for other, (_, text) in enumerate(gathered) if text]
-    if problems:
-        raise ConfigurationError(problems[0])
-    nodes = tuple(node for node, _ in gathered)
+    gathered = [json.loads(text) for text in gather(json.dumps([own_node(), problem, offered]))]
+    nodes, problems, offers = zip(*gathered, strict=True)
+    for other, text in enumerate(problems):
+        if text:
+            raise ConfigurationError(f"Rank {other}: {text}")
     if len(set(nodes)) == 1:
-        address = mine[0] if env.get(INTERFACE) else LOOPBACK
-        return Addresses(address, address, nodes)
+        return Addresses(own, own, nodes, offers)
     with contextlib.ExitStack() as stack:
-        own = ["", 0, []]
+        there = ["", 0, []]
         if rank == 0:
             secret = secrets.token_bytes(32)
-            own = [secret.hex(), stack.enter_context(MeetingServer(1, mine, secret)).port, mine]
-        secret_text, port, offered = json.loads(gather(json.dumps(own))[0])
+            there = [secret.hex(), stack.enter_context(MeetingServer(1, mine, secret)).port, mine]
+        secret_text, port, hosts = json.loads(gather(json.dumps(there))[0])
         # On each other host, one process tries to connect.
         tries = rank == nodes.index(nodes[rank]) and nodes[rank] != nodes[0]
-        reached = _reachable(offered, port, bytes.fromhex(secret_text)) if tries else {}
+        reached = _reachable(hosts, port, bytes.fromhex(secret_text)) if tries else {}
         reports = [json.loads(text) for text in gather(json.dumps(reached))]
-    return _choose(rank, nodes, offered, reports)
+    found = _choose(rank, nodes, hosts, reports)
+    return replace(found, offers=[json.loads(text) for text in gather(json.dumps(offer(found.own)))])
 
 
 def _choose(
-    rank: int, nodes: Sequence[str], offered: Sequence[str], reports: Sequence[Mapping[str, str]]
+    rank: int, nodes: tuple[str, ...], offered: Sequence[str], reports: Sequence[Mapping[str, str]]
 ) -> Addresses:
     """Return the first of the `offered` addresses that is in every node's report, and this process's own.
 
@@ -164,7 +173,7 @@ def _choose(
     for first in offered:
         if all(first in report for report in by_node.values()):
             own = first if nodes[rank] == nodes[0] else by_node[nodes[rank]][first]
-            return Addresses(first, own, tuple(nodes))
+            return Addresses(first, own, nodes)
     reached = [f"{node} reached {', '.join(report) or 'none'}" for node, report in by_node.items()]
     raise ConfigurationError(
         f"Every host must reach one address of rank 0's host {nodes[0]} ({', '.join(offered) or 'which has none'}), "

@@ -29,9 +29,8 @@ from ..backends import choose
 from ..backends.base import Backend, Exchange, Group
 from ..executor import Worker
 from ..extensions import extension
-from ..launch import DeviceView, choose_devices, launch_from, nodes, topology
+from ..launch import DeviceView, choose_devices, nodes, topology
 from ..launch.environment import add_copies, remove_copies, torchrun_variables
-from ..meeting import mpi_size
 from ..meeting.server import reserved_port
 from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective
 from ..types import Launch, Settings, World
@@ -276,11 +275,11 @@ def _why_outside() -> str:
 def join_world(
     backend: str | None,
     transport: str | None,
-    override: Mapping[str, Any],
+    launch: Launch,
     env: Mapping[str, str],
     settings: Settings,
 ) -> Context:
-    """Join the world that `env` and `override` describe. Collective.
+    """Join the world that `launch` describes. Collective.
 
     settings: those in `env`.
 
@@ -289,7 +288,6 @@ def join_world(
     global _context
     if _inherited is not None:
         return current()
-    launch = launch_from(override, env, mpi_size)
     if launch.ignored:
         logger.warning(
             "%s is ignored: no launcher started this process, so it trains alone. Start it with srun, "
