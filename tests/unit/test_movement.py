@@ -9,7 +9,7 @@ import torch
 
 from dualdist.core.backends.base import Group, Work
 from dualdist.core.collectives.wire import alltoall_rows
-from dualdist.rooted_collectives import _gather_rows as gather_rows
+from dualdist.rooted_collectives import gather_rows
 
 SIZE = 64
 
