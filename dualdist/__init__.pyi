@@ -53,7 +53,6 @@ from .core.collectives.reducescatter import (
     reducescatter as reducescatter,
     reducescatter_async as reducescatter_async,
 )
-from .core.collectives.sparse import sparse_allreduce_async as sparse_allreduce_async
 from .errors import (
     BackendUnavailableError as BackendUnavailableError,
     CheckpointError as CheckpointError,
@@ -107,6 +106,7 @@ from .samplers import (
     split_by_rank as split_by_rank,
 )
 from .seeding import seed_everything as seed_everything
+from .sparse_allreduce import sparse_allreduce_async as sparse_allreduce_async
 from .sharding.meshes import device_mesh as device_mesh
 from .core.training.optimizer import (
     DistributedOptimizer as DistributedOptimizer,

@@ -30,7 +30,7 @@ from ..agreement.matching import Verdict
 from ..backends.base import Backend, FailedWork, Group, Work
 from ..collectives.join import after_join
 from ..collectives.reduction import reduction_dtype, scale_
-from ..collectives.sparse import add_sparse, sum_sparse
+from ..collectives.wire import allgather_rows
 from ..extensions import extension, needed
 from ..launch.environment import is_on
 from ..types import Average, Sum
@@ -664,8 +664,35 @@ class Reducer:
         own = self._contribution(index) if keep else None
         param = self.layout.params[index].tensor
         # A dense gradient of this rank was sent in the bucket.
-        combined = sum_sparse(group, own if own is not None and own.is_sparse else None, param)
+        combined = _sum_sparse(group, own if own is not None and own.is_sparse else None, param)
         if keep:
             if self.options.reduction.op == Average:
                 combined *= self._correction(group) / group.size
-            param.grad = combined if dense_part is None else add_sparse(combined, dense_part.to_sparse(1))
+            param.grad = combined if dense_part is None else _add_sparse(combined, dense_part.to_sparse(1))
+
+
+# Sparse gradients: COO tensors, whose rows the ranks gather.
+
+
+def _sum_sparse(group: Group, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Return the sum of every member's sparse COO `tensor`, coalesced, with one sparse dimension: rows.
+
+    None: a zero in the shape of `like`.
+    """
+    if tensor is None:
+        no_rows = torch.zeros(1, 0, dtype=torch.int64, device=like.device)
+        tensor = _sparse(no_rows, like.new_zeros(0, *like.shape[1:]), like.shape)
+    own = tensor.coalesce() if tensor.sparse_dim() == 1 else tensor.to_dense().to_sparse(1)
+    (indices, values), _ = allgather_rows(group, [own.indices().t().contiguous(), own.values()])
+    return _sparse(indices.t(), values, like.shape).coalesce()
+
+
+def _add_sparse(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two sparse COO tensors, coalesced. torch's own has no float16 on the CPU."""
+    first, second = first.coalesce(), second.coalesce()  # `*=` leaves a tensor uncoalesced
+    indices = torch.cat([first.indices(), second.indices()], dim=1)
+    return _sparse(indices, torch.cat([first.values(), second.values()]), first.shape).coalesce()
+
+
+def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, device=values.device, check_invariants=False)

@@ -1,0 +1,57 @@
+"""sparse_allreduce_async: the sum or average of sparse COO tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .core.checks import wrong
+from .core.collectives.allgather import GROUPED_ALLGATHER, plan_allgather
+from .core.collectives.handles import synchronize
+from .core.collectives.reduction import reduce_op
+from .core.compiling import not_compiled
+from .core.types import REDUCE_OP_NAMES, Average, Op, Sum
+from .core.world.process_sets import ProcessSetLike, global_process_set, reporting
+
+
+@not_compiled
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: Op, process_set: ProcessSetLike = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Start to reduce a sparse COO tensor. Return a function that waits and returns the new sparse tensor.
+
+    It gathers the indices and values of all ranks (horovod/torch/mpi_ops.py:567); Average divides the values.
+
+    Collective: every member of `process_set` must call it.
+
+    Args:
+        tensor: any shape, equal on all ranks, and any dtype; the number of entries may differ between ranks.
+        name: as for `allreduce`; None is allowed.
+        op: Sum or Average.
+
+    Raises:
+        TypeError: `tensor` is not a sparse COO tensor.
+        ValueError: `op` is neither Sum nor Average.
+        HorovodInternalError: as for `allgather`.
+    """
+    with reporting(GROUPED_ALLGATHER, process_set):
+        op = reduce_op(op)
+        if op not in (Sum, Average):
+            raise ValueError(
+                f"`op` must be Sum or Average for sparse tensors, but is {REDUCE_OP_NAMES[op]} instead."
+            )
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+            raise wrong("tensor", "a sparse COO tensor", tensor, "Use allreduce_async for others.", TypeError)
+        own = tensor.coalesce()
+        rows = own.indices().t().contiguous()
+    plan = plan_allgather([rows, own.values()], name, grouped=True, process_set=process_set)
+
+    def reduced(outputs: tuple[Any, ...]) -> torch.Tensor:
+        indices, values, _ = outputs
+        values = values / plan.channel.group.size if op == Average else values
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+
+    return functools.partial(synchronize, plan.submit(reduced))
