@@ -39,7 +39,7 @@ def warn_of_differences(params: Sequence[TrackedParameter], options: SyncOptions
     The host waits for the device of the parameters. number: of the reducer.
     """
     # Their names are equal on all ranks, because the class of the optimizer is.
-    numbers, process_set = options.hyperparameters(), options.process_set
+    numbers, process_set = _hyperparameters(options.owner and options.owner()), options.process_set
     names = [*(repr(param.name) for param in params), *numbers]
     values = torch.cat(
         [_checksums(params), torch.tensor([_hash(repr(value)) for value in numbers.values()], device="cpu")]
@@ -58,6 +58,21 @@ def warn_of_differences(params: Sequence[TrackedParameter], options: SyncOptions
             UserWarning,
             stacklevel=2,
         )
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
+    """Return the numbers among the options of the parameter groups, such as learning rates, by name."""
+    if optimizer is None:
+        return {}
+    return {
+        f"{name} of the parameter groups": [
+            value.tolist() if isinstance(value := group.get(name), torch.Tensor) else value
+            for group in optimizer.param_groups
+            if isinstance(group.get(name), bool | int | float | tuple | torch.Tensor)
+        ]
+        # load_state_dict() adds `differentiable` to the defaults alone, and one rank may be the only one that calls it.
+        for name in sorted(set(optimizer.defaults).intersection(*optimizer.param_groups))
+    }
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -93,8 +93,8 @@ class SyncOptions:
     """The name of the optimizer's class; None if the wrapper has none."""
     kind: Kind = OPTIMIZER
     """The kind of wrapper that combines gradients, as errors name it."""
-    hyperparameters: Callable[[], Mapping[str, object]] = dict
-    """Returns numbers of the optimizer that should be equal on all ranks, by name. It must not keep the optimizer."""
+    owner: weakref.ref[torch.optim.Optimizer] | None = None
+    """The optimizer; None if the wrapper has none."""
 
     @property
     def can_repeat(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -273,9 +272,8 @@ def _distributed(
     if options.process_set.included() and options.reduction.op == Adasum:
         combiner = AdasumStep(optimizer, options.compression, options.process_set)
     elif options.process_set.included():
-        hyperparameters = functools.partial(_hyperparameters, weakref.ref(optimizer))
-        with_them = dataclasses.replace(options, hyperparameters=hyperparameters)
-        combiner = GradSync(named, with_them, optimizer, passes, compares_late=compares_late)
+        owned = dataclasses.replace(options, owner=weakref.ref(optimizer))
+        combiner = GradSync(named, owned, optimizer, passes, compares_late=compares_late)
     combiner.fills = not isinstance(optimizer, torch.optim.SparseAdam)
     base = type(optimizer)
     optimizer.__class__ = subclass_of(base, SynchronizedOptimizer, __name__)
@@ -303,22 +301,6 @@ def subclass_of(base: type, kind: type, module: str) -> Any:
 
     metaclass: Any = type(type(base).__name__, (type(base),), {"mro": mro})
     return metaclass(base.__name__, (base, kind), {"__module__": module})
-
-
-def _hyperparameters(reference: weakref.ref[torch.optim.Optimizer]) -> dict[str, object]:
-    """Return the numbers among the options of the parameter groups, such as learning rates, by name."""
-    optimizer = reference()
-    if optimizer is None:
-        return {}
-    return {
-        f"{name} of the parameter groups": [
-            value.tolist() if isinstance(value := group.get(name), torch.Tensor) else value
-            for group in optimizer.param_groups
-            if isinstance(group.get(name), bool | int | float | tuple | torch.Tensor)
-        ]
-        # load_state_dict() adds `differentiable` to the defaults alone, and one rank may be the only one that calls it.
-        for name in sorted(set(optimizer.defaults).intersection(*optimizer.param_groups))
-    }
 
 
 def _undistributed(optimizer: SynchronizedOptimizer) -> None:
