@@ -87,11 +87,10 @@ def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]
     def decorate(make: Callable[P, Plan[T]]) -> Callable[P, Plan[T]]:
         @functools.wraps(make)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> Plan[T]:
-            try:  # faster than `reporting`
-                if type(_empty()) is not torch.Tensor:  # before other checks fail
-                    refuse_fake_tensor_mode()
+            try:
+                refuse_fake_tensor_mode()  # before the checks of arguments, which may fail in another way
                 return make(*args, **kwargs)
-            except Exception as error:
+            except Exception as error:  # a block of `reporting` would take longer
                 report(kind, kwargs["process_set"], error)
                 raise
 

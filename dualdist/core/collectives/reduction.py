@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -135,8 +136,10 @@ class Reduction(NamedTuple):
 
     def describe(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return the arguments of a reduction of `tensors` for its Call, in the order in which errors show them."""
-        tensors_of_call = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-        return _described(tensors_of_call, tensors[0].device.type, self)
+        return _described(tuple(map(_shape_and_dtype, tensors)), tensors[0].device.type, self)
+
+
+_shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -242,7 +245,7 @@ def payload_of(group: Group, tensors: Sequence[torch.Tensor], reduction: Reducti
     if len(tensors) > 1 and any(tensor.dtype != first.dtype for tensor in tensors):
         return b""
     dtype = _wire_dtype(first.dtype, group, reduction)
-    numel = sum([tensor.numel() for tensor in tensors]) * (2 if first.is_complex() else 1)
+    numel = sum(map(torch.numel, tensors)) * (2 if first.is_complex() else 1)
     if numel * dtype.itemsize > payload_capacity(group.size):
         return b""
     if len(tensors) == 1 and dtype is first.dtype and reduction.prescale_factor == 1.0:

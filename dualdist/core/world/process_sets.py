@@ -6,7 +6,7 @@ Communicators of mpi4py, and meshes and groups of torch, can stand for process s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ..agreement.call import Call, Data, Kind, call_site
@@ -254,26 +254,22 @@ def _converted(value: Any, name: str) -> Any:
     return value if ranks is None else groups.process_set_of(ranks, name)
 
 
-class reporting:  # not a generator, which takes longer
-    """A `with` block before this rank makes a call of `kind`. If it raises, let the other ranks raise, too.
+@contextlib.contextmanager
+def reporting(kind: Kind, process_set: Any = None) -> Iterator[None]:
+    """If the `with` block raises before this rank makes a call of `kind`, let the other ranks raise, too.
 
     Therefore they do not wait for this rank. Nothing is reported without a world, or on a rank outside the set. If
     `process_set` is no process set, the error is reported to the whole world.
     """
-
-    def __init__(self, kind: Kind, process_set: Any = None) -> None:
-        self._kind, self._process_set = kind, process_set
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
-            report(self._kind, self._process_set, error)
+    try:
+        yield
+    except Exception as error:
+        report(kind, process_set, error)
+        raise
 
 
 def report(kind: Kind, process_set: Any, error: Exception) -> None:
     """Do what `reporting` does when its block raises `error`."""
     with contextlib.suppress(TypeError, ValueError):
-        members = _converted(process_set, "process_set")
-        channel_of(members if isinstance(members, ProcessSet) else global_process_set).fail(kind, error)
+        known = _converted(process_set, "process_set")
+        channel_of(known if isinstance(known, ProcessSet) else global_process_set).fail(kind, error)
