@@ -140,18 +140,13 @@ def _run(run: Callable[[], object], numbers: Sequence[int], watched: Connection 
 
 def _take_signals(numbers: Sequence[int], watched: Connection) -> None:
     """Let `numbers` end this process only when the process that has started it terminates it or needs it no longer."""
-    taken = 0
-    while True:
-        found = signal.sigtimedwait(numbers, 1) if taken else signal.sigwaitinfo(numbers)
-        taken = found.si_signo if found is not None else taken
-        if not watched.poll():
-            continue
-        if torch.utils.data.get_worker_info() is not None:
-            os._exit(0)  # as torch's handler (torch/csrc/DataLoader.cpp, handler_SIGTERM)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [taken])
-        signal.raise_signal(taken)
-        signal.pthread_sigmask(signal.SIG_BLOCK, [taken])
-        taken = 0
+    watched.poll(None)  # until that process closes its end
+    if torch.utils.data.get_worker_info() is not None:
+        signal.sigwait(numbers)
+        os._exit(0)  # as torch's handler (torch/csrc/DataLoader.cpp, handler_SIGTERM)
+    for number in sorted(numbers, reverse=True):  # of those that have arrived, SIGTERM before SIGUSR1
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    threading.Event().wait()  # they are blocked in all other threads
 
 
 _watches: list[SignalWatch] = []

@@ -35,20 +35,10 @@ class Training:
         parameters = self.model.parameters()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        self.loader = DataLoader(
-            data,
-            batch_size=4,
-            sampler=sampler,
-            num_workers=workers,
-            persistent_workers=persistent,
-            generator=torch.Generator(),
-        )
-        self.state: dict[str, Any] = {
-            "model": self.model,
-            "sampler": sampler,
-            "epoch": 0,
-            "optimizer": optimizer,
-        }
+        how: Any = {"num_workers": workers, "persistent_workers": persistent, "generator": torch.Generator()}
+        self.loader = DataLoader(data, 4, sampler=sampler, **how)
+        self.state: dict[str, Any] = {"model": self.model, "sampler": sampler, "epoch": 0}
+        self.state["optimizer"] = optimizer
 
     def run(self, steps: int | None, after_step: Any) -> None:
         """Make `steps` steps, or until `after_step` raises."""

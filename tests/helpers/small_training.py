@@ -59,14 +59,8 @@ def make_state(style: str, *, seed: int = 1) -> dict[str, Any]:
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "ema": ema,
-        "sampler": Sampler(),
-        "losses": [],
-    }
+    own = {"sampler": Sampler(), "losses": []}
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ema": ema, **own}
 
 
 def train(state: dict[str, Any], steps: int, after_step: Any = lambda: None) -> list[float]:

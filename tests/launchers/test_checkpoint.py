@@ -168,16 +168,8 @@ def test_a_preempted_job_of_slurm_is_requeued_and_resumes(
         wait $!
         """
     )
-    submitted = slurm.finish(
-        "sbatch",
-        "--parsable",
-        "--requeue",
-        "--nodes=1",
-        "--ntasks=2",
-        "--open-mode=append",
-        f"--output={log}",
-        str(script),
-    )
+    options = f"--parsable --requeue --nodes=1 --ntasks=2 --open-mode=append --output={log}"
+    submitted = slurm.finish("sbatch", *options.split(), str(script))
     slurm.wait_for_success(submitted.check().strip())
     assert "(User defined signal 1) ended the run after step " in log.read_text()
     assert "equal after " in log.read_text()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,15 +96,8 @@ def test_options_set_the_variables_of_the_processes(run: Run, monkeypatch: pytes
 
 def started_by_a_shell(command: str, text: str = "") -> subprocess.CompletedProcess[str]:
     """Run `command` with `text` as its standard input. In it, RUN is `python -m dualdist run`."""
-    return subprocess.run(
-        command.replace("RUN", shlex.join(RUN)),
-        shell=True,
-        cwd=ROOT,
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    how: Any = {"shell": True, "cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
+    return subprocess.run(command.replace("RUN", shlex.join(RUN)), input=text, **how)
 
 
 @pytest.mark.usefixtures("hosts")
@@ -171,14 +165,8 @@ sys.exit(main(["run", "-H", "hostA:1", "cat"]))
 def test_a_launcher_in_the_background_reads_the_terminal_when_it_is_in_the_foreground() -> None:
     typed, terminal = os.openpty()
     os.write(typed, b"some text\n\x04")
-    ended = subprocess.run(
-        python(IN_THE_BACKGROUND),
-        cwd=ROOT,
-        stdin=terminal,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        timeout=60,
-    )
+    how: Any = {"cwd": ROOT, "stdout": subprocess.PIPE, "start_new_session": True, "timeout": 60}
+    ended = subprocess.run(python(IN_THE_BACKGROUND), stdin=terminal, **how)
     assert (ended.returncode, ended.stdout) == (0, b"[1,0]<stdout>:some text\n")
     os.close(typed)
     os.close(terminal)
@@ -459,24 +447,14 @@ def test_several_hosts_join_one_world_on_every_backend(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "rank_from", "size_from", "rank", "size", "times"),
-    [
-        ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", 0, 2, 1),
-        ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", 1, 2, 0),
-        ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", 0, 1, 0),
-        ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", 0, 3, 1),
-    ],
+    ("launcher", "rank", "size", "times"),
+    [("srun", 0, 2, 1), ("srun", 1, 2, 0), ("srun", 0, 1, 0), ("mpirun", 0, 3, 1)],
 )
 def test_the_first_of_several_tasks_warns_that_each_has_a_world_of_its_own(
-    launcher: str,
-    rank_from: str,
-    size_from: str,
-    rank: int,
-    size: int,
-    times: int,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
+    launcher: str, rank: int, size: int, times: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    of_mpi = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
+    rank_from, size_from = of_mpi if launcher == "mpirun" else ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     monkeypatch.setenv(rank_from, str(rank))
     monkeypatch.setenv(size_from, str(size))
     ended = run("-np", "1", "true")
