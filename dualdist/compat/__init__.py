@@ -30,7 +30,7 @@ from ..core.types import World
 from ..errors import ConfigurationError, NotInitializedError
 from ..horovod import CHILDREN_FOLDER, replace_horovod
 
-__all__ = ("MODULES", "HorovodFinder", "export_launch", "export_world", "install")
+__all__ = ("MODULES", "HorovodFinder", "export_launch", "install")
 
 __version__ = "0.28.1"
 """The release of Horovod whose API dualdist has."""
@@ -42,22 +42,18 @@ __version__ = "0.28.1"
 
 
 def export_launch(env: MutableMapping[str, str]) -> None:
-    """Set what the launcher provides, before `init()`. `export_world` sets the other numbers after it."""
+    """Set what the launcher provides, before `init()`. common.py sets the other numbers after it."""
     with contextlib.suppress(ConfigurationError):  # init() raises it again
         launch = detect(env)
         fixed = {"HOROVOD_HOSTNAME": socket.gethostname()} | ({} if launch.starts_mpi else OVER_GLOO)
         add_copies({name: value for name, value in fixed.items() if not env.get(name)}, env)
         if is_one_host(launch):
-            export_world(World(launch.rank, launch.size, launch.rank, launch.size, 0, 1), env)
+            world = World(launch.rank, launch.size, launch.rank, launch.size, 0, 1)
+            add_copies(horovod_variables(world), env)
         else:
             names = ("rank", "size", "local_rank", "local_size")
             known = {name: number for name in names if (number := getattr(launch, name)) is not None}
             add_copies({f"HOROVOD_{name.upper()}": str(number) for name, number in known.items()}, env)
-
-
-def export_world(world: World, env: MutableMapping[str, str]) -> None:
-    """Set the six numbers of `world`."""
-    add_copies(horovod_variables(world), env)
 
 
 # The import hook: modules with Horovod's names, which contain dualdist's functions of the same names.

@@ -20,11 +20,11 @@ from torch.torch_version import TorchVersion
 import dualdist
 
 from ..core.backends.base import temporary_environment
+from ..core.launch.environment import add_copies, horovod_variables
 from ..core.world.context import Context, current, current_or_inherited
 from ..core.world.process_sets import ProcessSet
 from ..elastic import HostsUpdatedInterrupt
 from ..errors import HorovodInternalError
-from . import export_world
 
 __all__ = (
     "EXTENSIONS",
@@ -65,7 +65,7 @@ T = TypeVar("T")
 def init(*args: Any, **kwargs: Any) -> None:
     Context.opens_process_group = False  # also when elastic training joins again
     dualdist.init(*args, **kwargs)
-    export_world(current().world, os.environ)
+    add_copies(horovod_variables(current().world), os.environ)
 
 
 class HorovodBasics:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from dualdist.compat import __main__ as command_line
-from dualdist.compat import export_launch, export_world
+from dualdist.compat import export_launch
 from dualdist.compat.common import (
     HorovodBasics,
     _cache,
@@ -17,7 +17,7 @@ from dualdist.compat.common import (
 )
 from dualdist.compat.data import AsyncDataLoaderMixin, BaseDataLoader
 from dualdist.core.launch import detect
-from dualdist.core.launch.environment import names_of_copies
+from dualdist.core.launch.environment import add_copies, horovod_variables, names_of_copies
 from dualdist.core.types import World
 
 from .test_detect import numbers
@@ -30,7 +30,9 @@ def test_the_launcher_is_still_detected_beside_the_copies() -> None:
     for env in ({}, MPIRUN):
         exported = dict(env)
         export_launch(exported)
-        export_world(World(1, 4, 1, 2, 0, 2), exported)  # of another world than the launcher's
+        add_copies(
+            horovod_variables(World(1, 4, 1, 2, 0, 2)), exported
+        )  # of another world than the launcher's
         export_launch(exported)
         assert exported["HOROVOD_SIZE"] == ("6" if env else "1") and exported["HOROVOD_HOSTNAME"]
         assert detect(exported) == detect(env)
@@ -64,7 +66,7 @@ def test_only_known_numbers_are_exported_before_init() -> None:
     export_launch(env)
     assert env["HOROVOD_LOCAL_RANK"] == "1"
     assert "HOROVOD_CROSS_RANK" not in env
-    export_world(World(3, 6, 1, 2, 1, 3), env)
+    add_copies(horovod_variables(World(3, 6, 1, 2, 1, 3)), env)
     assert (env["HOROVOD_CROSS_RANK"], env["HOROVOD_CROSS_SIZE"]) == ("1", "3")
 
 
