@@ -25,10 +25,10 @@ from types import ModuleType
 from typing import NoReturn
 
 from ..core.launch import detect, is_one_host
-from ..core.launch.environment import OVER_GLOO, add_copies, horovod_variables
+from ..core.launch.environment import add_copies
 from ..core.types import World
 from ..errors import ConfigurationError, NotInitializedError
-from ..horovod import CHILDREN_FOLDER, replace_horovod
+from ..horovod import CHILDREN_FOLDER, OVER_GLOO, horovod_variables, replace_horovod
 
 __all__ = ("MODULES", "HorovodFinder", "export_launch", "install")
 

@@ -29,11 +29,10 @@ from typing import Any, NamedTuple
 from .. import __version__
 from ..core.backends import BACKENDS, DISTRIBUTED_BACKENDS, TRANSPORTS, choose, load, needs_gpus
 from ..core.launch import LAUNCHERS, detect
-from ..core.launch.environment import without_launchers
-from ..core.launch.launchers import mpirun_command
 from ..core.meeting.addresses import INTERFACE, LOOPBACK, addresses, candidates
 from ..core.types import Launch
 from ..errors import ConfigurationError
+from ..processes.variables import mpirun_command, without_launchers
 
 _PACKAGES = ("torch", "torchvision", "numpy", "horovod", "mpi4py")
 _COMMANDS = (*(row.name for row in LAUNCHERS if row.is_command), "ssh")

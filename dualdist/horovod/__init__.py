@@ -21,6 +21,8 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 
+from ..core.types import World
+
 CHILDREN_FOLDER = str(Path(__file__).parents[1] / "compat" / "children")
 """A folder for the PYTHONPATH of child processes, in which `horovod` is dualdist.compat."""
 
@@ -87,3 +89,27 @@ def horovods_version() -> str:
         return importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
         return "(unknown version)"
+
+
+# The variables with which Horovod starts, for a process of another launcher.
+
+OVER_GLOO = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+"""As horovodrun sets them (horovod/runner/gloo_run.py:205). Without the second, a Horovod built with MPI starts MPI."""
+
+
+def horovod_variables(
+    world: World, rendezvous: tuple[str, int] | None = None, host: str = "", interface: str | None = None
+) -> dict[str, str]:
+    """Return horovodrun's variables for one process.
+
+    rendezvous: the address of the HTTP server at which Horovod's Gloo controllers meet
+    (horovod/common/gloo/gloo_context.cc:134-170); None if there is none. host: a name of the process's node. interface:
+    the network interface of Horovod's Gloo; None if the process's host finds it.
+    """
+    found = {f"HOROVOD_{name.upper()}": getattr(world, name) for name in World.__dataclass_fields__}
+    if rendezvous is not None:
+        address, port = rendezvous
+        found |= {**OVER_GLOO, "HOROVOD_HOSTNAME": host}
+        found |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": address, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}
+        found |= {} if interface is None else {"HOROVOD_GLOO_IFACE": interface}
+    return {name: str(value) for name, value in found.items()}

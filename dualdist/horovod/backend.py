@@ -32,13 +32,13 @@ from ..core.backends.torch_groups import DefaultGroup, TorchGroups, gloo_interfa
 from ..core.backends.torch_interface import bind_device, config_of
 from ..core.executor import Patience, in_thread, wait_for
 from ..core.launch import DeviceView, Place, nodes, topology
-from ..core.launch.environment import horovod_variables, names_of_copies
+from ..core.launch.environment import names_of_copies
 from ..core.meeting.addresses import LOOPBACK, check_interfaces, interface_of, own_node
 from ..core.meeting.boards import PublishedBoard
 from ..core.meeting.member import Meeting
 from ..core.types import Launch, Settings
 from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
-from . import horovods_version, real_horovod
+from . import horovod_variables, horovods_version, real_horovod
 from .group import (
     HorovodGroup,
     check_process_set,

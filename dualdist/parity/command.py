@@ -35,11 +35,11 @@ from pathlib import Path
 from typing import Any
 
 from ..core.backends import DISTRIBUTED_BACKENDS, TRANSPORTS
-from ..core.launch.launchers import mpirun_command
 from ..errors import ConfigurationError
 from ..observation.hang import shown_place
 from ..observation.report import new_figure, save_figure
 from ..processes.command import whole_number
+from ..processes.variables import mpirun_command
 from .comparison import SETTINGS, Comparison, Difference, Record, compare
 
 _PACKAGE = Path(__file__).parents[1]

@@ -23,13 +23,12 @@ from pathlib import Path
 
 from ..core.backends import TRANSPORTS, transport_named
 from ..core.launch.detect import host_names, node_counts, numbers_in
-from ..core.launch.environment import HOST_VARIABLES
-from ..core.launch.launchers import is_open_mpi
 from ..core.meeting.addresses import INTERFACE, candidates, own_address
 from ..core.meeting.boards import node_address
 from ..errors import ConfigurationError
 from . import relay
 from .agent_connection import AGENT_COMMAND
+from .variables import HOST_VARIABLES, is_open_mpi
 
 # The variables by which the processes of `dualdist run` and `spawn` choose their backend, transport and network.
 

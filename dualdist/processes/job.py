@@ -22,7 +22,8 @@ from types import MappingProxyType
 
 from ..core.checks import wrong
 from ..core.extensions import extension, needed
-from ..core.launch import DUALDIST_RUN, environment, topology
+from ..core.launch import DUALDIST_RUN, topology
+from ..core.launch.environment import OF_LAUNCHER, agent_variables, torchrun_variables
 from ..core.meeting.addresses import INTERFACE, LOOPBACK, interface_of
 from ..core.meeting.server import MeetingServer, reserved_port
 from ..core.types import World
@@ -31,6 +32,7 @@ from .agent import ENDED, ENDING_SIGNALS, LOST, PASSED_SIGNALS, STARTED, STDERR,
 from .agent_connection import AGENT_COMMAND, Event, HostJob, Supervisor, describe_exit
 from .hosts import DEFAULT_STARTER, Host, address_of, address_towards, agent_command, assign, is_local
 from .output import MOST_UNWRITTEN, Output
+from .variables import copied_variables, exportable, process_variables, without_launchers
 
 _ALL_WINDOWS, _LARGEST_WINDOW, _SMALLEST_WINDOW = 64 << 20, 1 << 20, 64 << 10
 """Bytes of output that may be sent before any is read: by all hosts together, and by one host at most and at least."""
@@ -107,7 +109,7 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
     address = address_towards(remote[0], env, interface) if remote else LOOPBACK
     first = address_of(hosts[0], env) if hosts[0] in remote else None
     secret = secrets.token_bytes(32)
-    common = _with_alias(environment.without_launchers(env))
+    common = _with_alias(without_launchers(env))
     if options.descriptors is None:
         # Python's buffer delays the output, so horovodrun sets PYTHONUNBUFFERED too.
         common |= {"PYTHONUNBUFFERED": common.get("PYTHONUNBUFFERED") or "1"}
@@ -118,7 +120,7 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
     ):
         own_env: dict[str, dict[int, dict[str, str]]] = defaultdict(dict)
         for host, world in zip(hosts, worlds, strict=True):
-            own = environment.process_variables(options.launcher, world, f"{address}:{server.port}", secret)
+            own = process_variables(options.launcher, world, f"{address}:{server.port}", secret)
             own_env[host][world.rank] = copies[world.rank] | own
         window = max(_SMALLEST_WINDOW, min(_LARGEST_WINDOW, _ALL_WINDOWS // len(own_env)))
         yield [
@@ -128,7 +130,7 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
                 if host in remote
                 else AGENT_COMMAND,
                 options.command,
-                (environment.exportable(common) if host in remote else common) | dict(options.variables),
+                (exportable(common) if host in remote else common) | dict(options.variables),
                 own_env[host],
                 local=host not in remote,
                 address=address if remote else None,
@@ -170,16 +172,17 @@ def _serve_unchanged_scripts(
         else:
             port = _LOWEST_PORT + secrets.randbelow(_PORTS)
         rendezvous = interface = None
-        if (horovod := extension("horovod")) is not None and horovod.is_installed():
+        horovod = extension("horovod")
+        if horovod is not None and horovod.is_installed():
             interface = interface_of(address) if address == LOOPBACK else None
             http = needed("horovods_store")
             store = stack.enter_context(http.HttpStore(address, http.horovods_scopes(hosts, worlds)))
             rendezvous = store.host, store.port
-        agent = environment.agent_variables(environment.OF_LAUNCHER + secrets.token_hex(8), {**env, **given})
+        agent = agent_variables(OF_LAUNCHER + secrets.token_hex(8), {**env, **given})
         yield [
-            environment.copied_variables(
-                environment.torchrun_variables(world, hosts, (first, port)) | agent,
-                environment.horovod_variables(world, rendezvous, host, interface),
+            copied_variables(
+                torchrun_variables(world, hosts, (first, port)) | agent,
+                {} if horovod is None else horovod.horovod_variables(world, rendezvous, host, interface),
                 given=given,
             )
             for host, world in zip(hosts, worlds, strict=True)

@@ -35,7 +35,7 @@ BETWEEN_OTHERS = {
     "checkpoint": {"rooted_collectives"},  # the states of all ranks are gathered on the writer
     "cli": {"doctor", "exec", "horovod", "migrate", "observation", "parity", "processes"},  # its commands
     "compat": {"elastic", "horovod", "sync_batch_norm"},  # Horovod's names, also while it is installed
-    "doctor": {"exec", "mpi"},  # --world starts MPI, and shows the NUMA nodes of devices
+    "doctor": {"exec", "mpi", "processes"},  # --world starts MPI, and shows the NUMA nodes of devices
     "elastic": {"checkpoint", "samplers"},
     "exec": {"compat"},  # the option --compat
     "horovod": {"mpi"},  # on the transport mpi, ranks meet and end as MPI's launcher expects it

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dualdist.core.launch import LAUNCHERS, detect, launch_from
-from dualdist.core.launch.environment import without_launchers
 from dualdist.core.launch.launchers import MARKS, OUTERMOST
 from dualdist.core.types import Launch
 from dualdist.errors import ConfigurationError
+from dualdist.processes.variables import without_launchers
 
 from .test_detect import RECORDS
 

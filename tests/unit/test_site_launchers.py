@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dualdist.core.launch import detect
-from dualdist.core.launch.environment import without_launchers
 from dualdist.errors import ConfigurationError
+from dualdist.processes.variables import without_launchers
 
 from . import test_detect
 from .test_detect import numbers

@@ -9,111 +9,33 @@ process starts sets others, and is detected.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from ...errors import ConfigurationError
 from ..types import NEVER_SECONDS, Settings, World
-from .launchers import LAUNCHERS, NAMED_BY
 
 COPIES = "DUALDIST_COPIES"
 """The variable with the copies as NAME=VALUE, separated by spaces."""
-RENDEZVOUS, _SECRET = "DUALDIST_RENDEZVOUS", "DUALDIST_SECRET"
-
-_MORE_LAUNCHER_VARIABLES = re.compile(
-    r"MASTER_(ADDR|PORT)|TORCHELASTIC_.*|OMPI_.*|PMI.*|SLURM_STEP_.*|DUALDIST_(RENDEZVOUS|SECRET)"
-    r"|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)"
-    r"|HOROVOD_(GLOO_(RENDEZVOUS|IFACE).*|RANK|SIZE|LOCAL_.*|CROSS_.*|HOSTNAME|CONTROLLER|CPU_OPERATIONS|ELASTIC)"
-)
-"""Variables beside those of the table that a launcher, or dualdist.compat, sets for its own processes."""
-
-HOST_VARIABLES = (
-    r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"  # horovod/runner/common/util/env.py:24
-    r"|HOME|USER|LOGNAME|SHELL|MAIL|PWD|SHLVL|_|HOSTNAME|DISPLAY|XAUTHORITY|TMPDIR|SSH_.*|XDG_.*|DBUS_.*"
-)
-"""A regular expression of variables that are valid only on this host or in this login session."""
-
-
-def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` without the variables that launchers have set for this process."""
-    env = without_copies(env)
-    known = set(NAMED_BY.values()) | {getattr(row, field) for row in LAUNCHERS for field in NAMED_BY}
-    known |= {marker.partition("=")[0] for row in LAUNCHERS for marker in row.markers}
-    known.add(COPIES)
-    known |= {env[setting] for setting in NAMED_BY.values() if env.get(setting)}
-    return {
-        name: value
-        for name, value in env.items()
-        if name not in known and not _MORE_LAUNCHER_VARIABLES.fullmatch(name)
-    }
-
-
-def exportable(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to send to other hosts: all but those of this host, as horovodrun does."""
-    return {name: value for name, value in env.items() if not re.fullmatch(HOST_VARIABLES, name)}
-
-
-def process_variables(launcher: str, world: World, rendezvous: str, secret: bytes) -> dict[str, str]:
-    """Return the variables that give one process its place in the job. detect.py and meeting/ read them."""
-    return {
-        "DUALDIST_LAUNCHER": launcher,
-        **{f"DUALDIST_{name.upper()}": str(getattr(world, name)) for name in NAMED_BY},
-        RENDEZVOUS: rendezvous,
-        _SECRET: secret.hex(),
-    }
+RENDEZVOUS, SECRET = "DUALDIST_RENDEZVOUS", "DUALDIST_SECRET"
 
 
 def secret_in(env: Mapping[str, str]) -> bytes:
     """Return the job's secret. Raises ConfigurationError when DUALDIST_SECRET is not hexadecimal."""
     try:
-        return bytes.fromhex(env.get(_SECRET, ""))
+        return bytes.fromhex(env.get(SECRET, ""))
     except ValueError:
         raise ConfigurationError(
-            f"`{_SECRET}` must be hexadecimal digits, but is not. Make one with `openssl rand -hex 32`."
+            f"`{SECRET}` must be hexadecimal digits, but is not. Make one with `openssl rand -hex 32`."
         ) from None
 
 
 # Copies for scripts that do not use dualdist.
 
-_HOROVOD, _PORT = "HOROVOD_", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 RUN_ID = "TORCHELASTIC_RUN_ID"
 OF_LAUNCHER = "dualdist-"
 """The start of the run ID of `dualdist run` and `spawn`."""
 _PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 """The variables of torchrun that detect.py and meeting/ read."""
-
-
-def copied_variables(*groups: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return `groups` of variables, one for each launcher, and DUALDIST_COPIES.
-
-    given: variables that the user has set for the processes. A group with one of them is left out: it would contradict.
-    """
-    copies: dict[str, str] = {}
-    for group in groups:
-        if given.keys().isdisjoint(group):
-            add_copies(group, copies)
-    return copies
-
-
-OVER_GLOO = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-"""As horovodrun sets them (horovod/runner/gloo_run.py:205). Without the second, a Horovod built with MPI starts MPI."""
-
-
-def horovod_variables(
-    world: World, rendezvous: tuple[str, int] | None = None, host: str = "", interface: str | None = None
-) -> dict[str, str]:
-    """Return horovodrun's variables for one process.
-
-    rendezvous: the address of the HTTP server at which Horovod's Gloo controllers meet
-    (horovod/common/gloo/gloo_context.cc:134-170); None if there is none. host: a name of the process's node. interface:
-    the network interface of Horovod's Gloo; None if the process's host finds it.
-    """
-    found = {f"{_HOROVOD}{name.upper()}": getattr(world, name) for name in World.__dataclass_fields__}
-    if rendezvous is not None:
-        address, port = rendezvous
-        found |= {**OVER_GLOO, "HOROVOD_GLOO_RENDEZVOUS_ADDR": address, _PORT: port, "HOROVOD_HOSTNAME": host}
-        found |= {} if interface is None else {"HOROVOD_GLOO_IFACE": interface}
-    return {name: str(value) for name, value in found.items()}
 
 
 def torchrun_variables(world: World, nodes: Sequence[str], master: tuple[str, int]) -> dict[str, str]:
@@ -184,13 +106,14 @@ def names_of_copies(env: Mapping[str, str]) -> set[str]:
     `_PLACE` count only together. dualdist.compat updates Horovod's numbers.
     """
     recorded = _recorded(env)
-    horovod = {name for name in recorded if name.startswith(_HOROVOD)}
+    horovod = {name for name in recorded if name.startswith("HOROVOD_")}
     torch = {name for name in recorded.keys() - horovod if env.get(name) == recorded[name]}
     if env.get(RUN_ID) != recorded.get(RUN_ID):
         torch = set()
     elif not _PLACE & recorded.keys() <= torch:
         torch -= _PLACE
-    return torch | (horovod if env.get(_PORT) == recorded.get(_PORT) else set())
+    port = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+    return torch | (horovod if env.get(port) == recorded.get(port) else set())
 
 
 def without_copies(env: Mapping[str, str]) -> dict[str, str]:

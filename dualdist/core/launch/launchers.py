@@ -12,11 +12,6 @@ prterun, PRRTE src/mca/schizo/prte/schizo_prte.c:setup_fork. tests/unit/environm
 
 from __future__ import annotations
 
-import functools
-import os
-import shutil
-import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 ELASTIC_DIR = "DUALDIST_ELASTIC_DIR"
@@ -67,6 +62,8 @@ class Launcher:
     """Where the processes meet, in the form of torch.distributed."""
     is_command: bool = True
     """Whether `name` is also the name of a program."""
+    more: str = ""
+    """A regular expression of the other variables that it, or dualdist.compat, sets for its processes."""
 
 
 _TORCH_NUMBERS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
@@ -82,6 +79,7 @@ LAUNCHERS = (
         # torchrun hides from its processes that --nnodes is a range. Then it restarts them without --max-restarts, too.
         restarts=("TORCHELASTIC_MAX_RESTARTS", ELASTIC_DIR),
         init_method="env://",
+        more=r"MASTER_(ADDR|PORT)|TORCHELASTIC_.*|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)",
     ),
     Launcher(
         "horovodrun",
@@ -93,6 +91,7 @@ LAUNCHERS = (
         inside=(*_MPI, *_SCHEDULERS, SITE),
         elastic=("HOROVOD_ELASTIC=1",),
         starts_horovod=True,
+        more=r"HOROVOD_(GLOO_(RENDEZVOUS|IFACE).*|LOCAL_.*|CROSS_.*|HOSTNAME|CONTROLLER|CPU_OPERATIONS|ELASTIC)",
     ),
     Launcher(
         "jsrun",
@@ -114,6 +113,7 @@ LAUNCHERS = (
         inside=_SCHEDULERS,
         starts_mpi=("OMPI_COMM_WORLD_SIZE",),
         starts_horovod=True,
+        more="OMPI_.*",
     ),
     Launcher(
         "mpirun_rsh",
@@ -137,6 +137,7 @@ LAUNCHERS = (
         # src/plugins/mpi/pmix/pmixp_info.c:pmixp_info_set
         pmix_namespace="slurm.pmix.",
         node="SLURM_NODEID",
+        more="SLURM_STEP_.*",
     ),
     # `flux start`, under another launcher, removes PMI_* and SLURM_* for its batch script (flux-environment(7)).
     Launcher(
@@ -176,6 +177,7 @@ LAUNCHERS = (
         inside=_SCHEDULERS,
         set_too_by=("jsrun", "srun", "flux", "PALS"),
         starts_mpi=("PMI_SIZE",),
+        more="PMI.*",
     ),
     # Open MPI's mpirun is prterun and sets PRTE_LAUNCHED, too.
     Launcher(
@@ -213,6 +215,7 @@ LAUNCHERS = (
             markers=(f"DUALDIST_LAUNCHER={name}",),
             inside=OUTERMOST,
             is_command=False,
+            more="DUALDIST_(RENDEZVOUS|SECRET)",
         )
         for name in OUTERMOST
     ),
@@ -308,27 +311,3 @@ MARKS = (
     Mark("MPT_LRANK", "HPE MPI's mpiexec_mpt"),
     Mark("MPI_RANKID", "Platform MPI's mpirun"),
 )
-
-
-# Starting a command under mpirun: for `dualdist doctor`, and for the agents of `dualdist run --start-with mpirun`.
-
-
-def mpirun_command(size: int, command: Sequence[str]) -> list[str] | None:
-    """Return the command line that runs `command` in `size` processes of this host; None if mpirun is not on PATH.
-
-    Open MPI's mpirun is allowed to start more processes than there are cores, and to run as root.
-    """
-    mpirun = shutil.which("mpirun")
-    if mpirun is None:
-        return None
-    options = ["-np", str(size)]
-    if is_open_mpi(mpirun):
-        options += ["--oversubscribe", *["--allow-run-as-root"] * (os.getuid() == 0)]
-    return [mpirun, *options, *command]
-
-
-@functools.cache
-def is_open_mpi(mpirun: str) -> bool:
-    """Return whether the program `mpirun` is that of Open MPI."""
-    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    return "Open MPI" in version.stdout
