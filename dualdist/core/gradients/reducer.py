@@ -1,13 +1,62 @@
 """Sends gradients in buckets while backward runs, and makes the results the gradients, as torch's DDP Reducer does.
 
-Buckets are sent in the order of the layout. The ranks compare the layout at the start, and when parameters are added,
-so no bucket needs its own agreement. An average divides before the sum or after it, see `SyncOptions.divides_first`.
+The plain step, an average of dense gradients that each rank has:
 
-At the end of backward, while the data is being sent, the ranks agree on the reduction once, as on any other collective
-(the announcement), and learn which gradients the others contribute. If a rank calls something else instead, all ranks
-raise an error; a rank that has called `join` learns that it must take part. Before the announcement, a rank waits up to
-50 ms for its last bucket: otherwise thread wake-ups slow the data down, and the step of a small network takes 2 to 8 %
-longer. On a GPU nothing waits: `Work.wait` orders streams, and the host reads no tensor.
+    buckets = lay_out(params)                    # the ranks compare it once: enter_world
+
+    def on_gradient(param):                      # a hook, when backward has completed a gradient: arrivals.py
+        missing[bucket_of[param]] -= 1
+        while sent < len(buckets) and missing[sent] == 0:
+            send(buckets[sent])                  # in this order on all ranks, so none needs its own agreement
+
+    def send(bucket):                            # _send_next
+        memory = memory_of(bucket)               # that of the last step: bucket_memory.py
+        for param in bucket:
+            memory[param].copy_(param.grad)
+        works.append(group.allreduce_(memory))   # it starts, and backward continues
+        sent += 1
+
+    def end_of_backward():                       # reduce
+        for bucket in buckets[sent:]:
+            send(bucket)
+        channel.run(announcement)                # all ranks are here, and have sent the same
+        for work, memory in works:               # _receive
+            work.wait()
+            memory /= size
+            for param in memory:
+                param.grad = memory[param]       # a view
+        start_over()                             # missing, sent and works are as at first
+
+What is added to it:
+
+- Gradients that have arrived move to their buckets before these are sent (`mark_ready`). An average may divide before
+  the sum (`SyncOptions.divides_first`).
+- A gradient that this rank does not have is sent as zeros. The ranks learn from the announcement whether others
+  contribute other gradients than before, and only then exchange what they have (`_settle`, Contributions).
+- A rank that has called `join` learns from the announcement that it must take part (`contribute_nothing`). If a rank
+  calls something else, all ranks receive what was sent, and raise an error.
+- Backward may fail, or complete a gradient twice: what was sent is received and dropped (`abandon`).
+- Sparse gradients have a slot without elements, and are gathered after the buckets (`_combine_sparse`).
+- Before the announcement, a rank waits up to 50 ms for its last bucket: otherwise thread wake-ups slow the data down,
+  and the step of a small network takes 2 to 8 % longer. On a GPU nothing waits: `Work.wait` orders streams, and the
+  host reads no tensor.
+
+What is as at first again (G: in grad_sync.py, A: in arrivals.py), and when:
+
+    _sent, _kinds, changes, is_last,          after a reduction, also if it raises, and after a backward that is given
+    what layout.order misses; _newest (G);    up: start_over
+    arrived, handled and the tasks (A)
+    _counted (G)                              after a reduction, also if it raises, and each backward
+    _pass_counts (G), given, _compares_start  after a reduction
+    reduced, used                             after a step: GradSync.after_step
+    layout, with its memory and order         with new parameters, a hook, a world, or the first sparse gradient of a
+                                              parameter: lay_out
+    is_known, _members, _buckets_sent,        in a new world: forget_world
+    _sparse, left_out
+
+`given` has all parameters, and is narrowed at the first gradient of each backward. `left_out` is that of the last
+reduction, and within a step only shrinks. Each reduction decides on `sets_early`, each backward on `_is_shared` (G).
+`_repeats`, `_has_observed` and `_overlaps` (G) never go back.
 """
 
 from __future__ import annotations
