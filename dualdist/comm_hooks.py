@@ -27,7 +27,7 @@ import torch
 
 from .core import accelerator
 from .core.agreement.channel import Channel
-from .core.backends.base import Backend
+from .core.backends.torch_groups import abort_process_groups, keep_process_groups
 from .core.checks import wrong
 from .core.gradients.bucket_memory import Bucket
 from .core.gradients.combiner import HookWork
@@ -302,8 +302,8 @@ class HookQueue:
         if work.error is not None:
             self._raised = work
 
-    def close(self, backend: Backend) -> None:
-        """Wait for a hook that still waits for other ranks, at most 10 s, before `backend` leaves the world. Local.
+    def close(self) -> None:
+        """Wait for a hook that still waits for other ranks, at most 10 s, before this rank leaves the world. Local.
 
         If its collective failed later, while the interpreter ends, C++ would abort the process. If it still waits
         then, the process waits up to 10 s more at exit. A rank whose hook has raised stays connected as long as it
@@ -311,9 +311,9 @@ class HookQueue:
         """
         if self._thread is threading.current_thread() or self.ends_within(_LOOK_AGAIN_SECONDS):
             return
-        backend.abort_process_groups()
+        abort_process_groups()
         if not self.ends_within(_LAST_HOOK_SECONDS):
-            backend.keep_process_groups()
+            keep_process_groups()
             # The script may end soon, and the other ranks with it.
             at_exit(functools.partial(self.ends_within, _LAST_HOOK_SECONDS))
 

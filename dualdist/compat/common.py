@@ -19,12 +19,12 @@ from torch.torch_version import TorchVersion
 
 import dualdist
 
-from ..core.backends.base import temporary_environment
-from ..core.launch.environment import add_copies, horovod_variables
+from ..core.launch.environment import add_copies, temporary_environment
 from ..core.world.context import Context, current, current_or_inherited
 from ..core.world.process_sets import ProcessSet
 from ..elastic import HostsUpdatedInterrupt
 from ..errors import HorovodInternalError
+from ..horovod import horovod_variables
 
 __all__ = (
     "EXTENSIONS",

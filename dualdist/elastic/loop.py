@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..checkpoint.for_elastic import Commits
 from ..core import checks
@@ -205,7 +205,8 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
         _check_backend()
         failures, made = 0, commits_made(state)
         backend = current().backend
-        backend.add_host_listener(state)
+        if isinstance(backend, ChangesHosts):
+            backend.add_host_listener(state)
         skip_sync = False
         try:
             while True:
@@ -228,9 +229,25 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
                 reset()
                 state.on_reset()
         finally:
-            backend.remove_host_listener(state)
+            if isinstance(backend, ChangesHosts):
+                backend.remove_host_listener(state)
 
     return wrapper
+
+
+@runtime_checkable
+class ChangesHosts(Protocol):
+    """A backend that can join another world when the launcher has changed the hosts of the job (`Launch.elastic`)."""
+
+    def add_host_listener(self, listener: Any) -> None:
+        """Call `listener.on_hosts_updated(timestamp, change)` whenever the launcher changes the hosts of the job.
+
+        change: 1 for removed, 2 for added, 3 for both. A listener stays registered when the world is left and joined
+        again.
+        """
+
+    def remove_host_listener(self, listener: Any) -> None:
+        """Undo `add_host_listener`."""
 
 
 def _check_state(state: Any) -> None:
@@ -242,7 +259,7 @@ def _check_state(state: Any) -> None:
 
 def _check_backend() -> None:
     launch, backend = current().launch, current().backend
-    if launch.elastic and not backend.is_elastic:
+    if launch.elastic and not isinstance(backend, ChangesHosts):
         raise ConfigurationError(
             f"Elastic training under {launch.launcher} must run on backend 'horovod', but runs on {backend.name!r} "
             'instead, which cannot form a new world there. Call init(backend="horovod") or set '

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 
 from ..core import accelerator, process_exit
-from ..core.backends.base import Backend, Exchange, Group, allow_open_files, temporary_environment
+from ..core.backends.base import Backend, Exchange, Group
 from ..core.backends.store import SharedStore, meet, open_store
-from ..core.backends.torch_groups import DefaultGroup, TorchGroups, gloo_interface
+from ..core.backends.torch_groups import DefaultGroup, TorchGroups, allow_open_files, gloo_interface
 from ..core.backends.torch_interface import bind_device, config_of
 from ..core.executor import Patience, in_thread, wait_for
 from ..core.launch import DeviceView, Place, nodes, topology
-from ..core.launch.environment import names_of_copies
+from ..core.launch.environment import names_of_copies, temporary_environment
 from ..core.meeting.addresses import LOOPBACK, check_interfaces, interface_of, own_node
 from ..core.meeting.boards import PublishedBoard
 from ..core.meeting.member import Meeting
@@ -210,7 +210,6 @@ T = TypeVar("T")
 
 class HorovodBackend(Backend):
     name = "horovod"
-    is_elastic = True
 
     _kept = False
     """Whether Horovod still runs after a shutdown: its MPI controller cannot be started twice in a process."""

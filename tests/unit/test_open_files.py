@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from dualdist.core.backends.base import allow_open_files
+from dualdist.core.backends.torch_groups import allow_open_files
 from dualdist.errors import ConfigurationError
 
 

@@ -10,63 +10,18 @@ contiguous tensors on `wire_device` and with a dtype of `reduce_dtypes`.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ...errors import ConfigurationError, HorovodInternalError
-from ..meeting import server
+from ...errors import HorovodInternalError
 from ..meeting.links import Listener
 from ..meeting.member import Meeting
-from ..process_exit import never_delete, skip_destructors_at_exit
 from ..types import Launch, Max, Min, Product, Settings, Sum
-
-# Environment variables that a backend reads with getenv, set only while it needs them.
-
-
-@contextlib.contextmanager
-def temporary_environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set `variables` (None: unset) in the `with` block, then restore the old values, which launch detection reads."""
-    before = {name: os.environ.get(name) for name in variables}
-    _set(variables)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-# The limit of open files, which a large world needs to be higher than usual systems set it.
-
-_GROUPS = 3
-"""How many groups of Gloo connect all ranks: two of dualdist, and torch's default group."""
-
-
-def allow_open_files(size: int) -> None:
-    """Raise this process's limit of open files if a world of `size` ranks needs more. Local.
-
-    While the world starts, rank 0 has one more for each rank. Raises ConfigurationError if the limit is too low.
-    """
-    needed, allowed = server.raise_file_limit((_GROUPS + 1) * size)
-    if allowed < needed - server.SPARE_FILES:
-        raise ConfigurationError(
-            f"The hard limit of open files must be at least {needed} for {size} ranks, but is {allowed} instead. Raise "
-            "it on this host (ulimit -Hn, LimitNOFILE of systemd, docker run --ulimit nofile)."
-        )
-
 
 # How tensors are combined, in each backend's own terms.
 
@@ -245,8 +200,6 @@ class Backend(ABC):
     """The IPv4 address at which the other processes reach this one."""
     device: torch.device | None = None
     """The device to which the transport is bound; None if it is bound to none."""
-    is_elastic = False
-    """Whether it can join another world when the launcher has changed the hosts of the job (`Launch.elastic`)."""
     runs_ahead = False
     """Whether collectives on `device` only order streams, so that the host runs ahead of them."""
     store: Any = None
@@ -345,34 +298,6 @@ class Backend(ABC):
 
     def abort_default_group(self) -> None:  # noqa: B027 - most transports notice a failure of a rank themselves
         """Begin to end what is in progress on a device in the default process group of this world. Local."""
-
-    def abort_process_groups(self) -> None:
-        """Let what programs have in progress in groups of torch.distributed raise, before `shutdown`. Local.
-
-        With Gloo it ends when another rank closes its connections, by `shutdown` or at its end.
-        """
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if hasattr(group, "abort"):  # since torch 2.7; destroying a group on NCCL did the same before
-                group.abort()
-
-    def keep_process_groups(self) -> None:
-        """Never delete the groups of torch.distributed, because a thread still waits for a collective. Local.
-
-        Gloo's destructor waits for it. When it fails later, its thread must not find a process that ends.
-        """
-        for group in list(dist.distributed_c10d._world.pg_map):
-            never_delete(group)
-        skip_destructors_at_exit()
-
-    def add_host_listener(self, listener: Any) -> None:  # noqa: B027 - most launchers never change the hosts
-        """Call `listener.on_hosts_updated(timestamp, change)` whenever the launcher changes the hosts of the job.
-
-        change: 1 for removed, 2 for added, 3 for both. The default is for launchers that never change them. A listener
-        stays registered when the world is left and joined again.
-        """
-
-    def remove_host_listener(self, listener: Any) -> None:  # noqa: B027
-        """Undo `add_host_listener`."""
 
     def transport_of(self, device: str) -> str:
         """Return the transport that carries tensors of `device`, a type such as "cpu" or "cuda"."""

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ConfigurationError
+from ..launch.environment import temporary_environment
 from ..meeting.addresses import LOOPBACK, interface_of
 from ..types import Launch, Settings
-from .base import Backend, CombinedWork, Exchange, Group, Work, temporary_environment
+from .base import Backend, CombinedWork, Exchange, Group, Work
 from .torch_groups import DefaultGroup
 from .torch_interface import built_into_torch
 

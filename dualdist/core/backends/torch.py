@@ -24,13 +24,21 @@ from .. import accelerator
 from ..executor import Patience, in_thread, wait_for
 from ..extensions import extension, needed
 from ..launch import DeviceView, choose_devices, shared_devices
+from ..launch.environment import temporary_environment
 from ..meeting.addresses import own_node
 from ..meeting.member import Meeting
 from ..types import Launch, Settings
 from . import needs_gpus, transport_named
-from .base import Backend, Exchange, Group, allow_open_files, temporary_environment
+from .base import Backend, Exchange, Group
 from .store import SharedStore, StoreBoard, connect_again, meet, open_store
-from .torch_groups import DefaultGroup, TorchGroups, abort_process_group, gloo_interface
+from .torch_groups import (
+    DefaultGroup,
+    TorchGroups,
+    abort_process_group,
+    allow_open_files,
+    gloo_interface,
+    keep_process_groups,
+)
 from .torch_interface import (
     adopted_config,
     adopted_device,
@@ -306,7 +314,7 @@ class TorchBackend(Backend):
             # The end of the default group would wait for all groups.
             default = self._default_group.group
             is_stuck = self._groups.are_stuck or not (default is None or default.abort_ends())
-            self._default_group.close(self.keep_process_groups if is_stuck else end)
+            self._default_group.close(keep_process_groups if is_stuck else end)
 
     def abandon(self) -> None:
         super().abandon()

@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 
+from ...errors import ConfigurationError
 from .. import accelerator
 from ..executor import CHECK_SECONDS, Patience, in_thread
 from ..extensions import extension, needed
 from ..meeting.addresses import INTERFACE, check_interfaces, interface_of
+from ..meeting.server import SPARE_FILES, raise_file_limit
 from ..process_exit import never_delete, skip_destructors_at_exit
 from .base import REDUCE_OPERATIONS, Exchange, Group, Work
 from .store import connect_again
@@ -348,6 +350,47 @@ class DefaultGroup:
         if own is not None and dist.is_initialized() and own is dist.group.WORLD:
             end()
 
+
+def abort_process_groups() -> None:
+    """Let what programs have in progress in groups of torch.distributed raise, before they leave the world. Local.
+
+    With Gloo it ends when another rank closes its connections, by `shutdown` or at its end.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if hasattr(group, "abort"):  # since torch 2.7; destroying a group on NCCL did the same before
+            group.abort()
+
+
+def keep_process_groups() -> None:
+    """Never delete the groups of torch.distributed, because a thread still waits for a collective. Local.
+
+    Gloo's destructor waits for it. When it fails later, its thread must not find a process that ends.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        never_delete(group)
+    skip_destructors_at_exit()
+
+
+# The limit of open files, which a large world needs to be higher than usual systems set it.
+
+_GROUPS = 3
+"""How many groups of Gloo connect all ranks: two of dualdist, and torch's default group."""
+
+
+def allow_open_files(size: int) -> None:
+    """Raise this process's limit of open files if a world of `size` ranks needs more. Local.
+
+    While the world starts, rank 0 has one more for each rank. Raises ConfigurationError if the limit is too low.
+    """
+    needed, allowed = raise_file_limit((_GROUPS + 1) * size)
+    if allowed < needed - SPARE_FILES:
+        raise ConfigurationError(
+            f"The hard limit of open files must be at least {needed} for {size} ranks, but is {allowed} instead. Raise "
+            "it on this host (ulimit -Hn, LimitNOFILE of systemd, docker run --ulimit nofile)."
+        )
+
+
+# All groups of a world.
 
 _members_groups_made: Counter[tuple[int, ...]] = Counter()
 """How many groups this process has made among the members alone, for each tuple of ranks."""

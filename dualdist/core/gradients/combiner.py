@@ -14,7 +14,7 @@ import torch
 
 from ..agreement.call import Data, Kind
 from ..agreement.channel import Channel
-from ..backends.base import Backend, Group, Work
+from ..backends.base import Group, Work
 from ..collectives.reduction import Compression, Compressor, Reduction, reduction_dtype
 from ..types import REDUCE_OP_NAMES, Average
 from ..world.process_sets import ProcessSet
@@ -53,8 +53,8 @@ class HookQueue(Protocol):
     def ends_within(self, seconds: float) -> bool:
         """Wait at most `seconds` for all hooks. Return whether they have ended."""
 
-    def close(self, backend: Backend) -> None:
-        """Wait for a hook that still waits for other ranks, before `backend` leaves the world. Local."""
+    def close(self) -> None:
+        """Wait for a hook that still waits for other ranks, before this rank leaves the world. Local."""
 
 
 class CommHook(Protocol):

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from ..agreement.matching import Verdict
-from ..backends.base import Backend, Group
+from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import Average
 from ..world.context import current
@@ -203,11 +203,11 @@ class GradSync(Combiner):
         self._reducer.replace_member(ReleasedSync(self._reducer))
         self._arrivals.release()
 
-    def forget_world(self, backend: Backend) -> None:
+    def forget_world(self) -> None:
         """Prepare for the next world, whose ranks may not know this GradSync. Called when a world is closed."""
         for param in self._params:
             param.record_placement()
-        self._reducer.forget_world(backend)
+        self._reducer.forget_world()
         self._start_over()
 
     def contribute_nothing(self, group: Group, verdict: Verdict) -> None:
@@ -525,9 +525,9 @@ class ReleasedSync:
     def compare_start(self) -> None:
         """Do nothing: this rank has no parameters to compare."""
 
-    def forget_world(self, backend: Backend) -> None:
+    def forget_world(self) -> None:
         if self._hooks is not None:
-            self._hooks.close(backend)
+            self._hooks.close()
 
 
 def _syncs() -> Iterator[GradSync]:

@@ -76,7 +76,7 @@ from ..agreement.call import Call, Data, Kind, call_site, no_data
 from ..agreement.channel import Channel
 from ..agreement.guard import OutOfStepError, in_turn
 from ..agreement.matching import Verdict
-from ..backends.base import Backend, FailedWork, Group, Work
+from ..backends.base import FailedWork, Group, Work
 from ..collectives.join import after_join
 from ..collectives.reduction import reduction_dtype, scale_
 from ..collectives.wire import allgather_rows
@@ -113,14 +113,14 @@ _members: dict[int | None, list[Any]] = defaultdict(list)
 def members_of(process_set: ProcessSet) -> list[Any]:
     """Return those of the joined world, to be changed. They are forgotten when this rank leaves the world."""
     if not _members:
-        current().at_leave.callback(_forget_world, current().backend)
+        current().at_leave.callback(_forget_world)
     return _members[process_set.process_set_id]
 
 
-def _forget_world(backend: Backend) -> None:
+def _forget_world() -> None:
     with contextlib.ExitStack() as stack:  # which calls all, even if one raises
         for member in [member for known in _members.values() for member in known]:
-            stack.callback(member.forget_world, backend)
+            stack.callback(member.forget_world)
         _members.clear()
 
 
@@ -326,10 +326,10 @@ class Reducer:
         self.options, self.hooks = options, hook.queue()
         self.lay_out(self.layout.params)
 
-    def forget_world(self, backend: Backend) -> None:
+    def forget_world(self) -> None:
         """Forget the world that is closed; the next one may have ranks that do not know this reducer."""
         if self.hooks is not None and self.options.comm_hook is not None:
-            self.hooks.close(backend)
+            self.hooks.close()
             self.hooks = self.options.comm_hook.queue()
         self.is_known, self._buckets_sent, self._sparse, self._members = False, 0, frozenset(), []
         self.left_out = frozenset()

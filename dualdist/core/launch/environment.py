@@ -8,8 +8,10 @@ process starts sets others, and is detected.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 
 from ...errors import ConfigurationError
 from ..types import NEVER_SECONDS, Settings, World
@@ -120,6 +122,25 @@ def without_copies(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables that are copies."""
     copies = names_of_copies(env)
     return {name: value for name, value in env.items() if name not in copies}
+
+
+@contextlib.contextmanager
+def temporary_environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set `variables` (None: unset) in the `with` block, for C++ that reads them, then restore the old values."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 # What the user sets through environment variables.
