@@ -34,7 +34,7 @@ from .core.collectives.broadcast import (
     broadcast_async as broadcast_async,
     broadcast_async_ as broadcast_async_,
 )
-from .core.collectives.reduction import Compression as Compression
+from .core.collectives.compression import Compression as Compression
 from .core.collectives.handles import (
     poll as poll,
     synchronize as synchronize,

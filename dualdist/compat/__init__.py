@@ -77,7 +77,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.torch": (*_API, _TORCH, f"{_COMMON}:check_extension"),
     "horovod.torch.compression": (
         "dualdist:Compression",
-        "dualdist.core.collectives.reduction:Compressor",
+        "dualdist.core.collectives.compression:Compressor",
         f"{_TORCH}:FP16Compressor",
         f"{_TORCH}:NoneCompressor",
     ),

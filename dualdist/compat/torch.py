@@ -16,7 +16,7 @@ import torch
 
 import dualdist
 
-from ..core.collectives.reduction import Compression, Compressor
+from ..core.collectives.compression import Compression, Compressor
 from ..core.gradients.grad_sync import GradSync
 from ..core.training.optimizer import SynchronizedOptimizer, named_in, subclass_of
 from ..core.types import Adasum, Op

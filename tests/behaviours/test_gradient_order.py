@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dualdist as hvd
-from dualdist.core.collectives.reduction import Compressor
+from dualdist.core.collectives.compression import Compressor
 
 from ..helpers.world import everywhere
 from .test_mismatch import check_next_calls_work

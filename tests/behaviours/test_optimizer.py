@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import dualdist as hvd
-from dualdist.core.collectives.reduction import Compressor
+from dualdist.core.collectives.compression import Compressor
 
 from ..helpers.world import everywhere
 from .test_mismatch import check_next_calls_work

@@ -14,17 +14,10 @@ from ..checks import wrong
 from ..compiling import not_compiled
 from ..types import Adasum, Average, Max, Min, Op, Product, Sum
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
+from .compression import Compression, Compressor, compressed
 from .join import contribute_neutral
 from .plan import Plan, check_tensors, make_call, planned
-from .reduction import (
-    Compression,
-    Compressor,
-    Reduction,
-    compressed,
-    payload_of,
-    reduce_payloads,
-    reduce_tensors,
-)
+from .reduction import Reduction, payload_of, reduce_payloads, reduce_tensors
 
 Tensors = tuple[torch.Tensor, ...]
 ALLREDUCE = Kind("allreduce", "ALLREDUCE", stand_in=contribute_neutral)

@@ -40,14 +40,6 @@ class Plan(Generic[T]):
     restore: Callable[[Any], Any] | None = None
     """Changes the result in ways that autograd records, such as decompression."""
 
-    def __post_init__(self) -> None:
-        """Raise ValueError if an asynchronous call of the same kind and name is not finished, as Horovod does."""
-        if self.call.name is not None and self.channel.is_outstanding(self.call):
-            raise ValueError(
-                f"`name` must not be in use, but {self.call.name!r} names a collective that is still outstanding. Call "
-                "synchronize() first, or choose another name."
-            )
-
     def run(self, function: type[torch.autograd.Function] | None = None, *gradient: int) -> T:
         """Agree with the other members, then run the collective. Collective over the process set.
 
@@ -89,7 +81,13 @@ def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> Plan[T]:
             try:
                 refuse_fake_tensor_mode()  # before the checks of arguments, which may fail in another way
-                return make(*args, **kwargs)
+                plan = make(*args, **kwargs)
+                if plan.call.name is not None and plan.channel.is_outstanding(plan.call):  # as in Horovod
+                    raise ValueError(
+                        f"`name` must not be in use, but {plan.call.name!r} names a collective that is still "
+                        "outstanding. Call synchronize() first, or choose another name."
+                    )
+                return plan
             except Exception as error:  # a block of `reporting` would take longer
                 report(kind, kwargs["process_set"], error)
                 raise

@@ -16,8 +16,9 @@ from ..types import REDUCE_OP_NAMES, Average, Op, Sum
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .allgather import Allgather, plan_allgather
 from .allreduce import Tensors
+from .compression import Compression, Compressor, compressed
 from .plan import Plan, check_rows, check_tensors, make_call, planned
-from .reduction import Compression, Compressor, Reduction, check_reducible, compressed, reduce_tensors, scale_
+from .reduction import Reduction, check_reducible, reduce_tensors, scale_
 
 REDUCESCATTER = Kind("reducescatter", "REDUCESCATTER")
 GROUPED_REDUCESCATTER = Kind("grouped_reducescatter", "REDUCESCATTER")

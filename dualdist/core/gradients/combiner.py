@@ -15,7 +15,8 @@ import torch
 from ..agreement.call import Data, Kind
 from ..agreement.channel import Channel
 from ..backends.base import Group, Work
-from ..collectives.reduction import Compression, Compressor, Reduction, reduction_dtype
+from ..collectives.compression import Compression, Compressor
+from ..collectives.reduction import Reduction, reduction_dtype
 from ..types import REDUCE_OP_NAMES, Average
 from ..world.process_sets import ProcessSet
 from .bucket_memory import Bucket, TrackedParameter

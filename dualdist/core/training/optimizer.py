@@ -18,13 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..agreement.call import remember_call_site
 from ..checks import flag, instance, integer, is_dtensor, items, mapping, number, wrong
-from ..collectives.reduction import (
-    Compression,
-    Compressor,
-    Reduction,
-    checked_compression,
-    reduce_op,
-)
+from ..collectives.compression import Compression, Compressor, checked_compression
+from ..collectives.reduction import Reduction, reduce_op
 from ..compiling import not_compiled
 from ..extensions import extension, needed
 from ..gradients.combiner import OPTIMIZER, Combiner, SyncOptions, combiners_of

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from ..agreement.call import Data, Kind, remember_call_site
 from ..checks import instance, is_dtensor
-from ..collectives.reduction import Compression, Compressor, Reduction
+from ..collectives.compression import Compression, Compressor
+from ..collectives.reduction import Reduction
 from ..compiling import not_compiled
 from ..extensions import extension
 from ..gradients.combiner import OPTIMIZER, Combiner, SyncOptions, combiners_of
