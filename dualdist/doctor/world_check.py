@@ -33,7 +33,6 @@ from ..core.types import Launch
 from ..errors import ConfigurationError
 from ..exec.command import cores_by_node, numa_node
 from ..mpi import meeting as mpi
-from ..mpi.meeting import limited_start
 from .world_links import Link, measure_links
 
 
@@ -56,7 +55,7 @@ def check_world(
 
     try:
         # When a process ends, the launcher may end the one that has not printed yet.
-        with limited_start(env, timeout) as limit, contextlib.ExitStack() as stack:
+        with mpi.limited_start(env, timeout) as limit, contextlib.ExitStack() as stack:
             limit.announce(launch)
             meeting = stack.enter_context(meet(launch, env, timeout, print_own))
             address = find_addresses(launch.rank, meeting.gather, env).own

@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..checkpoint.for_elastic import is_collective, is_per_rank, is_stateful
+from ..checkpoint.for_elastic import Commits, is_collective, is_per_rank, is_stateful
 from ..core import accelerator, checks
 from ..core.checks import flag, instance, integer, mapping
 from ..core.collectives.objects import BROADCAST_OBJECT, broadcast_object, if_all_succeed
@@ -31,9 +31,6 @@ from ..core.world.process_sets import reporting
 from ..core.world.ranks import rank
 from ..errors import HostsUpdatedInterrupt, logger
 from ..samplers import DealingSampler, checked_epoch
-
-if TYPE_CHECKING:
-    from ..checkpoint.for_elastic import Commits
 
 # The samples of each rank when the number of ranks may change in the middle of an epoch.
 

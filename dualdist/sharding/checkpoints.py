@@ -17,7 +17,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -40,9 +40,12 @@ from ..core.training.optimizer_state import load_optimizer_state
 from ..core.world.context import current
 from ..errors import CheckpointError, ConfigurationError, HorovodInternalError, logger
 
-if TYPE_CHECKING:
-    from .torch_shards import Loading, Parts
-
+try:
+    from . import torch_shards
+except ImportError as error:
+    raise ConfigurationError(
+        f"`sharded` must be False with torch {torch.__version__}, but is True instead. Install torch 2.5 or newer."
+    ) from error
 
 REST = "dualdist.pt"
 _CHECKSUMS = "dualdist.checksums"
@@ -112,17 +115,9 @@ class Shards:
 
     def __init__(self, state: Mapping[str, Any], catalog: FolderCatalog) -> None:
         """Collective over the world."""
-        try:
-            from . import torch_shards  # it takes half a second
-        except ImportError as error:
-            raise ConfigurationError(
-                f"`sharded` must be False with torch {torch.__version__}, but is True instead. Install torch 2.5 or "
-                "newer."
-            ) from error
         context = current()
         context.backend.open_process_group()
-        self._torch, self._catalog = torch_shards, catalog
-        self._state = state
+        self._catalog, self._state = catalog, state
         self._group = torch_shards.PartGroup(context.settings.stall_timeout_seconds)
         self._rank, self._size = context.world.rank, context.world.size
         self.close = self._group.close
@@ -130,7 +125,7 @@ class Shards:
     def write(self, step: int, *, asynchronous: bool) -> Callable[..., None]:
         """Begin to save, and return `_finish` for the parts, or for copies of them. Collective over the world."""
         folder = from_writer(lambda: self._catalog.begin(step))
-        parts: Parts = {}
+        parts: torch_shards.Parts = {}
         groups: dict[str, Any] = {}
 
         def check() -> Any:
@@ -139,7 +134,7 @@ class Shards:
                     f"`directory` must be on a file system that all ranks share, but rank {self._rank} does not see "
                     f"{folder}."
                 )
-            own, own_groups = self._torch.parts_of(self._objects)
+            own, own_groups = torch_shards.parts_of(self._objects)
             parts.update(_portable(own, copies=asynchronous))
             groups.update(_portable(own_groups))
             return [[group["params"] for group in each] for each in own_groups.values()]
@@ -151,7 +146,7 @@ class Shards:
                 self._catalog.remove(folder)
             raise
         # By number, the groups of different ranks would replace each other.
-        parts |= self._torch.hyperparameters(groups, by_number=all(names == first for names in others))
+        parts |= torch_shards.hyperparameters(groups, by_number=all(names == first for names in others))
         return functools.partial(self._finish, folder, parts)
 
     def _gather(self, folder: Path, value: Any) -> list[Any]:
@@ -167,7 +162,7 @@ class Shards:
     def _finish(
         self,
         folder: Path,
-        parts: Parts,
+        parts: torch_shards.Parts,
         values: Mapping[str, Any] | None,
         manifest: Manifest | None,
     ) -> None:
@@ -220,10 +215,10 @@ class Shards:
 
         strict, partial: as for `load_into`. Raises CheckpointError on every rank if `folder` does not fit.
         """
-        made: list[Loading] = []
+        made: list[torch_shards.Loading] = []
 
         def look() -> list[str]:
-            made.append(self._torch.Loading(folder, self._objects, partial=partial))
+            made.append(torch_shards.Loading(folder, self._objects, partial=partial))
             return made[0].names
 
         known = set().union(*outcomes(look))
