@@ -14,7 +14,7 @@ import torch
 
 from .core.backends.base import Group
 from .core.collectives.allreduce import grouped_allreduce_
-from .core.collectives.reduction import Compressor
+from .core.collectives.compression import Compressor
 from .core.gradients.combiner import Combiner, alive
 from .core.types import Adasum
 from .core.world.process_sets import ProcessSet, channel_of

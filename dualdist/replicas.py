@@ -39,7 +39,8 @@ def warn_of_differences(params: Sequence[TrackedParameter], options: SyncOptions
     The host waits for the device of the parameters. number: of the reducer.
     """
     # Their names are equal on all ranks, because the class of the optimizer is.
-    numbers, process_set = _hyperparameters(options.owner and options.owner()), options.process_set
+    optimizer = None if options.owner is None else options.owner()
+    numbers, process_set = _hyperparameters(optimizer), options.process_set
     names = [*(repr(param.name) for param in params), *numbers]
     values = torch.cat(
         [_checksums(params), torch.tensor([_hash(repr(value)) for value in numbers.values()], device="cpu")]

@@ -17,8 +17,9 @@ from dualdist.compat.common import (
 )
 from dualdist.compat.data import AsyncDataLoaderMixin, BaseDataLoader
 from dualdist.core.launch import detect
-from dualdist.core.launch.environment import add_copies, horovod_variables, names_of_copies
+from dualdist.core.launch.environment import add_copies, names_of_copies
 from dualdist.core.types import World
+from dualdist.horovod import horovod_variables
 
 from .test_detect import numbers
 
