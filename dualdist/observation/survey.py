@@ -46,7 +46,7 @@ from ..core.types import Settings
 from ..errors import HorovodInternalError, StallError, logger
 from .report import Report, combined, lines, shares
 from .status import Contact, StatusServer, ask
-from .usage import Usage
+from .usage import Usage, reduced_bytes
 
 WAITING, LEFT, ABSENT, SILENT, ENDED = "waiting", "left", "absent", "silent", "ended"
 BEHIND, INTERRUPTED, SUSPENDED, FOLLOWED = "behind", "interrupted", "suspended", "followed"
@@ -175,6 +175,7 @@ class WatchedChannel(Observer):
     def called(self, record: Record) -> None:
         record.channel = self.name
         self._watch.last_calls.append(record)
+        self._watch.usage.reduced += reduced_bytes(record.call.arguments)
 
     def agreed(self, call: Call | None, record: Record | None, arrivals: Sequence[int]) -> None:
         self.num_agreed += 1

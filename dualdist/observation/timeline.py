@@ -19,8 +19,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
@@ -30,8 +30,6 @@ from ..core.agreement.observers import Observer
 from ..core.backends.base import Backend, Work
 from ..core.launch.environment import is_on
 from ..errors import ConfigurationError, logger
-
-T = TypeVar("T")
 
 # A Chrome trace on disk, which is valid JSON after every write.
 #
@@ -138,9 +136,6 @@ def _metadata(pid: int, **args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 _ACTIVITIES = {"BROADCAST": "BCAST", "ADASUM": "ADASUM_ALLREDUCE"}
 """Event -> its name after the transport's, as in GLOO_BCAST, where Horovod writes another name there."""
 
-MarkArrivals = Callable[[Sequence[int]], None]
-"""Takes the time of each member's call, in nanoseconds since the epoch by that member's clock. It may get none."""
-
 profiler_runs = torch._C._autograd._profiler_enabled
 """Return whether torch's profiler runs."""
 
@@ -152,7 +147,7 @@ class Timeline:
         self._backend = backend
         self.file: TraceFile | None = None
         """The open file."""
-        self._mark_cycles = False
+        self.mark_cycles = False
         self._channels: list[str] = []
         """The place of a channel is its row (tid) in each track."""
         self._recorded: dict[str, _RecordedWork] = {}
@@ -162,7 +157,7 @@ class Timeline:
 
         Raises ConfigurationError when the file cannot be written.
         """
-        self._mark_cycles = mark_cycles
+        self.mark_cycles = mark_cycles
         if self._backend.rank != 0 or (self.file is not None and self.file.path == path):
             return
         self.close()
@@ -191,48 +186,6 @@ class Timeline:
         self._channels += [name] if name not in self._channels else []
         return _ChannelRecorder(self, self._channels.index(name), ranks)
 
-    @contextlib.contextmanager
-    def negotiation(self, row: int, ranks: Sequence[int], call: Call) -> Iterator[MarkArrivals]:
-        """Record the `with` block as the agreement of `ranks` on `call`. Yield a function that marks the calls."""
-        file, track, event = self.file, _track_name(call), f"NEGOTIATE_{_event_name(call)}"
-        with record_function(f"dualdist::{event} {track}"):
-            if file is None:
-                yield lambda arrivals: None
-                return
-            if self._mark_cycles:
-                file.mark_everywhere("CYCLE_START")
-            pid = file.track(track)
-            start = file.begin(pid, row, event, args={"where": call.where})
-
-            def mark_arrivals(arrivals: Sequence[int]) -> None:
-                end = file.now()
-                within = (min(max(file.since_start(arrival), start), end) for arrival in arrivals)
-                file.mark(pid, row, {str(rank): time for rank, time in zip(ranks, within, strict=False)})
-
-            try:
-                yield mark_arrivals
-            finally:
-                file.end(pid, row)
-
-    @contextlib.contextmanager
-    def operation(self, row: int, call: Call) -> Iterator[None]:
-        """Record the `with` block as the time in which the data of `call` is sent."""
-        file, track, event = self.file, _track_name(call), _event_name(call)
-        if call.kind.data is not Data.AFTER:
-            yield
-            return
-        with record_function(f"dualdist::{event} {track}"):
-            if file is None:
-                yield
-                return
-            pid = file.track(track)
-            device = dict(call.arguments).get("device", "cpu")
-            file.begin(pid, row, event, self._activity(event, device))
-            try:
-                yield
-            finally:
-                file.end(pid, row, 2, args=_shown(call))
-
     def recorded(self, work: Work, name: str, members: Iterable[str], device: str) -> Work:
         """Return `work`, an allreduce of `members` that has just started, wrapped to record its time.
 
@@ -246,59 +199,76 @@ class Timeline:
             abandoned.end()
         self._recorded = {other: record for other, record in self._recorded.items() if not record.done()}
         pid = file.track(f"allreduce.{name}", members)
-        file.begin(pid, 0, "ALLREDUCE", self._activity("ALLREDUCE", device))
+        file.begin(pid, 0, "ALLREDUCE", self.activity("ALLREDUCE", device))
         record = self._recorded[name] = _RecordedWork(work, name, lambda: file.end(pid, 0, 2))
         return record
 
-    def _activity(self, event: str, device: str) -> str:
+    def activity(self, event: str, device: str) -> str:
+        """Return the name of the transport that carries an event."""
         return f"{self._backend.transport_of(device).upper()}_{_ACTIVITIES.get(event, event)}"
 
 
 class _ChannelRecorder(Observer):
-    """Records the calls of one channel. One thread at a time runs them."""
+    """Records the calls of one channel, as spans in its row of each track. One thread at a time runs them."""
 
     def __init__(self, timeline: Timeline, row: int, ranks: Sequence[int]) -> None:
         self._timeline, self._row, self._ranks = timeline, row, ranks
         self._call: Call | None = None
-        """The call on which the members begin to agree."""
-        self._mark: MarkArrivals = lambda arrivals: None
-        self._spans: contextlib.ExitStack | None = None
-        """Ends the span that is open."""
+        """The last call on which the members began to agree."""
+        self._span: contextlib.ExitStack | None = None
+        """Ends what has begun."""
+        self._in_file: tuple[TraceFile, int, int] | None = None
+        """Its file, track and beginning there."""
 
     def agreeing(self, call: Call) -> bool:
-        self._call = call
-        if self._timeline.file is None and not profiler_runs():
+        self._call, file = call, self._timeline.file
+        if file is None and not profiler_runs():
             return False
-        self._mark = self._open(self._timeline.negotiation(self._row, self._ranks, call))
-        return self._timeline.file is not None
+        if file is not None and self._timeline.mark_cycles:
+            file.mark_everywhere("CYCLE_START")
+        self._begin(call, f"NEGOTIATE_{_event_name(call)}", args={"where": call.where})
+        return file is not None
 
     def agreed(self, call: Call | None, record: Record | None, arrivals: Sequence[int]) -> None:
-        if self._spans is not None:
-            if call is self._call:
-                self._mark(arrivals)
+        if self._span is None and self._timeline.file is None and not profiler_runs():
+            return
+        if call is None:
+            return self.ended()
+        if call is not self._call:  # it was not the oldest one of this rank
             self.ended()
-        if call is not None and call is not self._call:  # it was not the oldest one of this rank
-            with self._timeline.negotiation(self._row, self._ranks, call) as mark_arrivals:
-                mark_arrivals(arrivals)
-
-    def moving(self, call: Call) -> None:
-        if self._timeline.file is not None or profiler_runs():
-            self._open(self._timeline.operation(self._row, call))
-
-    def moved(self, call: Call) -> None:
+            self.agreeing(call)
+        if self._in_file is not None:
+            file, pid, start = self._in_file
+            end = file.now()
+            within = (min(max(file.since_start(arrival), start), end) for arrival in arrivals)
+            file.mark(pid, self._row, dict(zip(map(str, self._ranks), within, strict=False)))
         self.ended()
+        if call.kind.data is Data.AFTER:
+            event, device = _event_name(call), dict(call.arguments).get("device", "cpu")
+            self._begin(call, event, self._timeline.activity(event, device), end_args=_shown(call))
 
     def ended(self) -> None:
-        if self._spans is not None:
-            self._spans.close()
-            self._spans = None
+        if self._span is not None:
+            self._span.close()
+            self._span = self._in_file = None
 
     def sent(self, work: Work, name: str, params: Iterable[str], bucket: torch.Tensor) -> Work:
         return self._timeline.recorded(work, name, params, bucket.device.type)
 
-    def _open(self, span: contextlib.AbstractContextManager[T]) -> T:
-        self._spans = contextlib.ExitStack()
-        return self._spans.enter_context(span)
+    def _begin(
+        self,
+        call: Call,
+        *events: str,
+        args: Mapping[str, str] | None = None,
+        end_args: Mapping[str, str] | None = None,
+    ) -> None:
+        """Begin spans inside each other, and show the outermost to the profiler."""
+        track, file, self._span = _track_name(call), self._timeline.file, contextlib.ExitStack()
+        self._span.enter_context(record_function(f"dualdist::{events[0]} {track}"))
+        if file is not None:
+            pid = file.track(track)
+            self._in_file = file, pid, file.begin(pid, self._row, *events, args=args)
+            self._span.callback(file.end, pid, self._row, len(events), end_args)
 
 
 class _RecordedWork(Work):

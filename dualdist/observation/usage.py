@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..core.agreement.call import Call, Record
+from ..core.agreement.call import Record
 from ..core.agreement.observers import Observer
 from ..core.backends.base import Work
 from .report import Report, shares
@@ -38,9 +38,6 @@ class Usage(Observer):
         self.last_report: Report | None = None
         """What `combined` has returned last."""
         self._end_measuring: Callable[[], None] | None = None
-
-    def moving(self, call: Call) -> None:
-        self.reduced += reduced_bytes(call.arguments)
 
     def sent(self, work: Work, name: str, params: Iterable[str], bucket: torch.Tensor) -> Work:
         self.reduced += bucket.nbytes

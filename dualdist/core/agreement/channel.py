@@ -269,36 +269,21 @@ class Channel:
         self._joined = frozenset()
         for agreed in self.observers.agreed:
             agreed(call, oldest.record, verdict.arrivals)
-        if _communicates(call, verdict):
-            # An exception here stops the channel (Guard.run): it is unknown how much of the data was sent.
-            oldest.end(self._execute(call, oldest.execute, verdict))
-        else:
-            self._end(oldest, verdict, self._execute)
-        self._pending.remove(oldest)
-
-    def _end(self, request: Request[Any], verdict: Verdict, perform: Callable[..., Any]) -> None:
-        """End `request` with what `perform` returns or raises. After an exception, other calls can still run."""
+        assert oldest.execute is not None
         try:
-            request.end(perform(request.call, request.execute, verdict))
+            oldest.end(oldest.execute(self.group, verdict))
         except BaseException as error:
-            request.end(error=error)
+            if _communicates(call, verdict):  # it is unknown how much of the data was sent: stop the channel
+                raise
+            oldest.end(error=error)
+        self._pending.remove(oldest)
 
     def _execute_matched(self, call: Call, execute: Execute[T] | None, verdict: Verdict) -> T:
         """Execute a call of a match. If the members communicate in it, it has a guard of its own: it may stall."""
-        if not _communicates(call, verdict):
-            return self._execute(call, execute, verdict)
-        return self._guard.run(self.observers, call, self._execute, call, execute, verdict)
-
-    def _execute(self, call: Call, execute: Execute[T] | None, verdict: Verdict) -> T:
-        """Return what `execute` returns."""
         assert execute is not None
-        for moving in self.observers.moving:
-            moving(call)
-        try:
+        if not _communicates(call, verdict):
             return execute(self.group, verdict)
-        finally:
-            for moved in self.observers.moved:
-                moved(call)
+        return self._guard.run(self.observers, call, execute, self.group, verdict)
 
     def _find_match(self) -> tuple[list[Request[Any]], Match]:
         """Return this rank's requests, and what the members do about them. Waits until they do something."""
@@ -368,7 +353,10 @@ class Channel:
             elif verdict.call is None:  # this rank has failed in the call
                 request.end()
             else:
-                self._end(request, verdict, self._execute_matched)
+                try:
+                    request.end(self._execute_matched(verdict.call, request.execute, verdict))
+                except BaseException as error:  # other calls can still run
+                    request.end(error=error)
             self._pending.remove(request)
         if found.is_over:
             self._joined = frozenset()

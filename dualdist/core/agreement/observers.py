@@ -39,17 +39,11 @@ class Observer:
         return False
 
     def agreed(self, call: Call | None, record: Record | None, arrivals: Sequence[int]) -> None:
-        """The members have agreed about a call.
+        """The members have agreed about a call, and send its data now.
 
         call: what they run; None if it raises. record: of this rank's call; None if it has made none, because it has
         joined. arrivals: as in Verdict; may be empty.
         """
-
-    def moving(self, call: Call) -> None:
-        """The data of `call` is about to be sent, or was sent with the agreement."""
-
-    def moved(self, call: Call) -> None:
-        """What `moving` has announced has ended."""
 
     def sent(self, work: Work, name: str, params: Iterable[str], bucket: torch.Tensor) -> Work:
         """A bucket of gradients, with those of `params`, is being sent. Return `work`, which may be wrapped."""
@@ -106,12 +100,8 @@ class Observers:
             of(Observer.begun),
             of(Observer.agreeing),
         )
-        self.agreed, self.moving, self.moved = of(Observer.agreed), of(Observer.moving), of(Observer.moved)
-        self.sent, self.ended, self.interrupted = (
-            of(Observer.sent),
-            of(Observer.ended),
-            of(Observer.interrupted),
-        )
+        self.agreed, self.sent, self.ended = of(Observer.agreed), of(Observer.sent), of(Observer.ended)
+        self.interrupted = of(Observer.interrupted)
         self.waited, self.waited_for_data = of(Observer.waited), of(Observer.waited_for_data)
         self.note, self.explain, self.cause = of(Observer.note), of(Observer.explain), of(Observer.cause)
 
