@@ -1,7 +1,7 @@
 """What the package uses or changes without being entitled to: private names of others, and state of the whole process.
 
-A new release of torch, Horovod or Python may break each of these without notice. So both lists may only become shorter,
-except for what an older release has in place of a public name.
+A new release of torch, Horovod or Python may break each of these without notice. So all lists may only become shorter,
+except for what an older release has in place of a public name. test_whole_process.py compares a process.
 """
 
 from __future__ import annotations
@@ -102,6 +102,67 @@ PATCHES = {
     },
 }
 """File -> what changes something that code outside of the package sees: a part of the line, and why."""
+
+ACTS = """
+    ctypes.CDLL ctypes.CFUNCTYPE faulthandler.enable faulthandler.register gc.disable gc.freeze gc.get_objects
+    gc.get_referrers os.register_at_fork os.sched_setaffinity resource.setrlimit signal.pthread_sigmask
+    signal.set_wakeup_fd signal.setitimer signal.signal
+""".split()
+"""What changes the whole process, or looks through it."""
+
+OF_THE_PROCESS = {
+    "core/lifecycle.py": {"os.register_at_fork": "a fork must not wait for a thread that it lacks"},
+    "core/meeting/server.py": {
+        "resource.setrlimit": "a large world needs more open files, up to the hard limit"
+    },
+    "core/process_exit.py": {"ctypes.CDLL": "destructors of C++ in a fork stop its parent: on_exit"},
+    "core/world/context.py": {
+        "gc.freeze": "in a fork alone: the same for what the rank would have collected",
+        "os.register_at_fork": "a fork must not use the connections of its parent",
+    },
+    "checkpoint/signals.py": {  # of the signals that CheckpointManager(signals=) names
+        "os.register_at_fork": "they reach a child when it has its handlers",
+        "signal.pthread_sigmask": "the same",
+        "signal.signal": "a checkpoint is saved at a preemption",
+    },
+    "horovod/group.py": {
+        "ctypes.CDLL": "std::set_terminate: Horovod's Gloo aborts the process of a rank that others have left",
+        "ctypes.CFUNCTYPE": "the same",
+    },
+    "mpi/meeting.py": {"ctypes.CDLL": "MPI_Init_thread and MPI_Finalize with a limit of time"},
+    "mpi/work.py": {"os.register_at_fork": "a fork must not use MPI"},
+    "observation/dump.py": {
+        "faulthandler.register": "SIGUSR2, where nobody else takes it, also while the main thread is in C",
+        "signal.signal": "in a fork alone: launchers send SIGUSR2 to the whole group",
+    },
+    "sync_batch_norm.py": {
+        "gc.get_referrers": "finds layers that need another class: an optimizer knows no modules"
+    },
+    # Processes of the package's own commands:
+    "exec/command.py": {
+        "os.sched_setaffinity": "as a launcher binds its processes",
+        "signal.signal": "the command behind `dualdist exec` gets the usual handlers",
+    },
+    "exec/pmi.py": {"ctypes.CDLL": "PMI and PMIx are libraries of C"},
+    "parity/command.py": {"signal.signal": "SIGTERM also ends what it has started"},
+    "parity/recorder.py": {"faulthandler.register": "the stacks of a run that hangs"},
+    "processes/agent.py": {
+        "ctypes.CDLL": "prctl: no process outlives its agent",
+        "signal.pthread_sigmask": "signals begin when their handlers are there",
+        "signal.set_wakeup_fd": "signals wake its loop",
+        "signal.setitimer": "its own end has a limit of time",
+        "signal.signal": "signals are passed on to the processes",
+    },
+    "processes/agent_connection.py": {
+        "signal.pthread_sigmask": "an agent's ssh gets no signals of the terminal"
+    },
+    "processes/job.py": {
+        "signal.set_wakeup_fd": "signals wake the loop of `dualdist run`",
+        "signal.signal": "signals are passed on to the agents",
+    },
+    "processes/relay.py": {"ctypes.CDLL": "prctl: a relay ends with its launcher"},
+}
+"""File -> what it does of ACTS, and why."""
 
 NO_PATCHES = ("atexit", "mpi4py.rc.finalize", "mpi4py.rc.initialize", "sys.argv")
 """Attributes of other modules that are there to be set; `atexit` is one of weakref.finalize."""
@@ -237,3 +298,13 @@ def test_patches_of_the_whole_process_become_fewer() -> None:
             assert text in listed or text in NO_PATCHES or node.attr in NO_PATCHES, (
                 f"{file}:{node.lineno}: {text}"
             )
+
+
+def test_acts_on_the_whole_process_become_fewer() -> None:
+    found = {
+        f"{file}: {act}": f"{file}:{node.lineno}"
+        for file, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and (act := ast.unparse(node.func)) in ACTS
+    }
+    is_listed(found, [f"{file}: {act}" for file, acts in OF_THE_PROCESS.items() for act in acts])
