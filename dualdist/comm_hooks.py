@@ -27,10 +27,10 @@ import torch
 
 from .core import accelerator
 from .core.agreement.channel import Channel
+from .core.backends.base import Work
 from .core.backends.torch_groups import abort_process_groups, keep_process_groups
 from .core.checks import wrong
 from .core.gradients.bucket_memory import Bucket
-from .core.gradients.combiner import HookWork
 from .core.process_exit import at_exit
 from .errors import HorovodInternalError
 
@@ -118,7 +118,7 @@ def checked_comm_hook(comm_hook: Any) -> CommHook:
     return CommHook(hook, state)
 
 
-class HookedBucket(HookWork):
+class HookedBucket(Work):
     """A bucket that a hook combines, or is going to combine."""
 
     def __init__(self, hook: CommHook, bucket: GradBucket, channel: Channel, step: str) -> None:
@@ -131,8 +131,10 @@ class HookedBucket(HookWork):
         self._future: torch._C.Future[Any] | None = None
         """Of the result, until it has been waited for."""
         self._ended = threading.Event()
-        self.result = None
-        self.error = None  # a RuntimeError is a failure of the communication, as futures report it
+        self.result: torch.Tensor | None = None
+        """The combined gradients, (n,), after `wait`; None if the hook has raised an error."""
+        self.error: Exception | None = None
+        """What the hook has raised. A RuntimeError is a failure of the communication, as futures report it."""
 
     def _failure_elsewhere(self) -> tuple[int, str] | None:
         """Return the bucket for which a hook of another rank has raised in this backward, and its error."""
@@ -252,7 +254,7 @@ class HookedBucket(HookWork):
 
 
 class HookQueue:
-    """Runs hooks one after the other, in the order of the buckets: in a thread, unless they only start a collective."""
+    """Runs the hook for the buckets of one reducer, in their order: in a thread, unless it only starts a collective."""
 
     def __init__(self, hook: CommHook) -> None:
         self._hook = hook
@@ -270,7 +272,14 @@ class HookQueue:
     def send(
         self, place: int, flat: torch.Tensor, bucket: Bucket, is_last: bool, channel: Channel, step: str
     ) -> HookedBucket:
-        """Queue a bucket, or call the hook at once if it waits for nothing. The parameters are those of the core's."""
+        """Queue the bucket at `place`, or call the hook at once if it waits for nothing.
+
+        Args:
+            flat: the gradients of `bucket`, (n,).
+            is_last: whether it is the last bucket of the backward.
+            channel: reports to the other ranks, which may be waiting, that a hook has raised.
+            step: names the backward; equal on all ranks, and another one for each backward.
+        """
         work = HookedBucket(self._hook, GradBucket(place, flat, bucket, is_last), channel, step)
         self._submit(work)
         return work

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from ..core.accelerator import checked_device
 from ..core.backends.torch_interface import DeviceMesh
 from ..core.checks import flag, instance, items, number, wrong
-from ..core.gradients.combiner import CommHook
 from ..core.world.context import current
 from ..core.world.process_sets import ProcessSet, checked_process_set, global_process_set
 
@@ -119,7 +118,7 @@ def check_delayed(delayed: Any, delayed_until: Any, module: torch.nn.Module) -> 
             raise wrong(name, rule, entry)
 
 
-def logged_facts(wrapper: Any, comm_hook: CommHook | None) -> dict[str, Any]:
+def logged_facts(wrapper: Any, comm_hook: Any) -> dict[str, Any]:
     """Return facts about a DistributedDataParallel by torch's names (torch/csrc/distributed/c10d/logger.cpp). Local."""
     backend, module = current().backend, wrapper.module
     params = [param for _, param in wrapper._named() if param.requires_grad]

@@ -8,70 +8,20 @@ import gc
 import weakref
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from ..agreement.call import Data, Kind
-from ..agreement.channel import Channel
-from ..backends.base import Group, Work
+from ..backends.base import Group
 from ..collectives.compression import Compression, Compressor
 from ..collectives.reduction import Reduction, reduction_dtype
 from ..types import REDUCE_OP_NAMES, Average
 from ..world.process_sets import ProcessSet
-from .bucket_memory import Bucket, TrackedParameter
+from .bucket_memory import TrackedParameter
 
 OPTIMIZER = Kind("DistributedOptimizer", "DISTRIBUTEDOPTIMIZER", Data.NONE)
 """Compares the layout of the gradients when an optimizer is wrapped."""
-
-# What may combine gradients instead of an allreduce: a communication hook of the user.
-
-
-class HookWork(Work):
-    """A bucket that a communication hook combines, or is going to combine."""
-
-    result: torch.Tensor | None
-    """The combined gradients, (n,), after `wait`; None if the hook has raised an error."""
-    error: Exception | None
-    """What the hook has raised."""
-
-
-class HookQueue(Protocol):
-    """Calls the hook for the buckets of one reducer, in their order, in one world."""
-
-    def send(
-        self, place: int, flat: torch.Tensor, bucket: Bucket, is_last: bool, channel: Channel, step: str
-    ) -> HookWork:
-        """Call the hook for the bucket at `place`, or queue it.
-
-        Args:
-            flat: the gradients of `bucket`, (n,).
-            is_last: whether it is the last bucket of the backward.
-            channel: reports to the other ranks, which may be waiting, that a hook has raised.
-            step: names the backward; equal on all ranks, and another one for each backward.
-        """
-
-    def ends_within(self, seconds: float) -> bool:
-        """Wait at most `seconds` for all hooks. Return whether they have ended."""
-
-    def close(self) -> None:
-        """Wait for a hook that still waits for other ranks, before this rank leaves the world. Local."""
-
-
-class CommHook(Protocol):
-    """A communication hook."""
-
-    @property
-    def name(self) -> str:
-        """Its name, which must be equal on all ranks."""
-
-    @property
-    def only_starts(self) -> bool:
-        """Whether it is known to start one collective for a bucket, and to wait for nothing."""
-
-    def queue(self) -> HookQueue:
-        """Return what calls it for the buckets of a reducer."""
-
 
 # How gradients are combined. The ranks compare these options before they send gradients.
 
@@ -88,8 +38,9 @@ class SyncOptions:
     """Size of a bucket in MiB; None: DDP's sizes."""
     groups: Sequence[Sequence[int]] | None = None
     """Indices of the parameters that share a bucket; None: buckets are formed by size."""
-    comm_hook: CommHook | None = None
-    """What combines the gradients instead of an allreduce. `reduction` and `compression` then have no effect."""
+    comm_hook: Any = None
+    """The CommHook (comm_hooks.py) that combines the gradients instead of an allreduce. `reduction` and `compression`
+    then have no effect."""
     optimizer: str | None = None
     """The name of the optimizer's class; None if the wrapper has none."""
     kind: Kind = OPTIMIZER
@@ -176,8 +127,8 @@ class Combiner:
     passes = 1
     """How many backward passes accumulate before gradients are combined."""
 
-    comm_hook: CommHook | None = None
-    """What combines the gradients instead of an allreduce."""
+    comm_hook: Any = None
+    """As in SyncOptions."""
 
     def params(self) -> list[torch.Tensor]:
         """Return the parameters."""
@@ -232,7 +183,7 @@ class Combiner:
     def set_passes(self, passes: int) -> None:
         """Set how many backward passes accumulate before gradients are combined, at least 1. Local."""
 
-    def register_comm_hook(self, hook: CommHook) -> None:
+    def register_comm_hook(self, hook: Any) -> None:
         """Combine gradients by `hook`. Collective. Raises RuntimeError if there is one already."""
 
     def release(self) -> None:

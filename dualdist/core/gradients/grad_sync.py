@@ -28,7 +28,7 @@ from ..types import Average
 from ..world.context import current
 from .arrivals import Arrivals
 from .bucket_memory import TrackedParameter, has_numbers, without_memory
-from .combiner import OPTIMIZER, Combiner, CommHook, SyncOptions, alive, combiners_of
+from .combiner import OPTIMIZER, Combiner, SyncOptions, alive, combiners_of
 from .reducer import Reducer, members_of
 
 _MOST_USES = 3
@@ -468,10 +468,10 @@ class GradSync(Combiner):
         self._expect_order()
 
     @property
-    def comm_hook(self) -> CommHook | None:  # type: ignore[override]
+    def comm_hook(self) -> Any:
         return self._reducer.options.comm_hook
 
-    def register_comm_hook(self, hook: CommHook) -> None:
+    def register_comm_hook(self, hook: Any) -> None:
         self._reducer.register_comm_hook(hook)
         self._expect_order()  # the layout has changed
 

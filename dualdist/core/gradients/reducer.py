@@ -99,7 +99,7 @@ from .bucket_memory import (
     keep_freed_memory,
     lay_out,
 )
-from .combiner import CommHook, SyncOptions
+from .combiner import SyncOptions
 
 _DATA_FIRST_SECONDS = 0.05
 """How long the announcement waits for the data at most."""
@@ -315,7 +315,7 @@ class Reducer:
         """Compare the parameters of all ranks after the next reduction. Call it at the same place on all ranks."""
         self._compares_start = _compares_starts()
 
-    def register_comm_hook(self, hook: CommHook) -> None:
+    def register_comm_hook(self, hook: Any) -> None:
         """Combine gradients by `hook`. Collective, and raises, as `enter_world` does; in an elastic job later."""
         if self.options.comm_hook is not None:
             raise RuntimeError("A communication hook can be registered only once.")

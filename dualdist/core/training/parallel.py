@@ -34,16 +34,9 @@ DATA_PARALLEL = Kind("DistributedDataParallel", "DISTRIBUTEDDATAPARALLEL", Data.
 class SynchronizedModule(torch.nn.Module):
     """Averages the gradients of `module` over the ranks in every backward.
 
-    Gradients are complete when `backward()` returns. Parameters that some or all ranks do not use need no option.
-    Use either this or DistributedOptimizer, not both. Collective: every member of `process_group` must call it with
-    the same parameters; on other ranks the module trains alone.
-
-    Names in `state_dict()` are those in the module tree ("module.0.weight"), because torch.distributed.checkpoint and
-    torch.func.functional_call need equal names. The bare name ("0.weight") also finds its entry, `load_state_dict`
-    accepts both, and torch.save and dualdist.checkpoint write bare names, so a file loads with and without the wrapper.
-
-    A copy (`copy.deepcopy`, pickle) belongs to no world until its gradients are first combined; that is collective, and
-    its forward before that is not.
+    Collective: every member of `process_group` must make it with the same parameters; on other ranks the module trains
+    alone. A copy (`copy.deepcopy`, pickle) belongs to no world until its gradients are first combined; that is
+    collective, and its forward before that is not. parameters.py has the names in `state_dict()`.
 
     Args:
         module: any module; its parameters and buffers are overwritten with those of the first member of the set.
