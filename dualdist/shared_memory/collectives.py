@@ -20,17 +20,20 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import pairwise
 from socket import socket
+from typing import Any
 
 import torch
 
-from ..core.backends.base import REDUCE_OPERATIONS, Work
+from ..core.backends.base import Work
 from ..core.executor import Worker
+from ..core.types import Max, Min, Product, Sum
 from ..errors import HorovodInternalError, StallError
 from .mesh import Memory, Mesh
 
 CollectiveSteps = Iterator[socket | Work]
 """A collective in progress. It yields what it waits for: the data of a socket, or a collective over the network."""
 
+_COMBINE: dict[int, Any] = {Sum: torch.add, Min: torch.minimum, Max: torch.maximum, Product: torch.mul}
 _SCRATCH_BYTES = 128 << 10
 """Sums of three and more tensors are made in parts of this size, which stay in the cache."""
 
@@ -197,7 +200,7 @@ def _batches(tensors: Iterable[torch.Tensor], num_bytes: int) -> Iterator[list[t
 
 def combine_into(into: torch.Tensor, tensors: Sequence[torch.Tensor], op: int) -> None:
     """Write the reduction of `tensors`, in their order, to `into`, which may be one of them."""
-    combine = REDUCE_OPERATIONS[op].combine
+    combine = _COMBINE[op]
     if len(tensors) == 1:  # `into` itself: the only member on its host
         return
     if len(tensors) == 2:

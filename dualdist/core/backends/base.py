@@ -13,34 +13,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ...errors import HorovodInternalError
 from ..meeting.links import Listener
 from ..meeting.member import Meeting
-from ..types import Launch, Max, Min, Product, Settings, Sum
-
-# How tensors are combined, in each backend's own terms.
-
-
-class ReduceOperation(NamedTuple):
-    """One of the operations of `allreduce_`."""
-
-    c10d: Any
-    """As torch.distributed knows it. Backends over other libraries use its name."""
-    combine: Callable[..., torch.Tensor]
-    """combine(one, other, out=) combines two tensors."""
-
-
-REDUCE_OPERATIONS = {
-    Sum: ReduceOperation(dist.ReduceOp.SUM, torch.add),
-    Min: ReduceOperation(dist.ReduceOp.MIN, torch.minimum),
-    Max: ReduceOperation(dist.ReduceOp.MAX, torch.maximum),
-    Product: ReduceOperation(dist.ReduceOp.PRODUCT, torch.mul),
-}
+from ..types import Launch, Settings
 
 T = TypeVar("T")
 Exchange = Callable[[bytes], list[bytes]]

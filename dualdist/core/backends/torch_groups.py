@@ -27,7 +27,8 @@ from ..extensions import extension, needed
 from ..meeting.addresses import INTERFACE, check_interfaces, interface_of
 from ..meeting.server import SPARE_FILES, raise_file_limit
 from ..process_exit import never_delete, skip_destructors_at_exit
-from .base import REDUCE_OPERATIONS, Exchange, Group, Work
+from ..types import TORCH_OP_NAMES
+from .base import Exchange, Group, Work
 from .store import connect_again
 from .torch_interface import carried_types, transport_timeout, wrapped
 
@@ -35,6 +36,7 @@ from .torch_interface import carried_types, transport_timeout, wrapped
 # a parameter. Imported later, they would keep the group, with its connections, when this rank leaves the world, and
 # would use it in the next world.
 
+_REDUCE_OPS: list[Any] = [name and getattr(dist.ReduceOp, name) for name in TORCH_OP_NAMES]
 _CHECK_INTERVAL = timedelta(seconds=CHECK_SECONDS)
 _RING_SIZE = 8
 """Up to this size, Gloo's allgather takes fewer steps (size - 1) than a gather and a broadcast (1 + log2(size))."""
@@ -124,7 +126,7 @@ class TorchGroup(Group):
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         options = dist.AllreduceOptions()
-        options.reduceOp = REDUCE_OPERATIONS[op].c10d
+        options.reduceOp = _REDUCE_OPS[op]
         with wrapped():
             return self._started(self._pg.allreduce([tensor], options), tensor)
 
