@@ -52,6 +52,8 @@ def sparse_allreduce_async(
     def reduced(outputs: tuple[Any, ...]) -> torch.Tensor:
         indices, values, _ = outputs
         values = values / plan.channel.group.size if op == Average else values
-        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices.t(), values, tensor.shape, device=values.device, check_invariants=False
+        )
 
     return functools.partial(synchronize, plan.submit(reduced))

@@ -102,7 +102,8 @@ class Catalog:
                 self._entries.remove(entry)
         if problems and not self._entries:
             is_damaged = any(isinstance(error, DamagedCheckpointError) for error in problems)
-            raise (DamagedCheckpointError if is_damaged else CheckpointError)(
+            MatchingError = DamagedCheckpointError if is_damaged else CheckpointError
+            raise MatchingError(
                 f"None of the {len(problems)} checkpoints can be loaded: {' '.join(map(str, problems))} Move them to "
                 "another folder to train from the start."
             )
