@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...errors import HorovodInternalError, NotInitializedError, WorldMismatchError, logger
-from .. import accelerator, process_exit
+from ...errors import HorovodInternalError, NotInitializedError, logger
+from .. import process_exit
 from ..agreement.channel import Channel
 from ..agreement.connections import Connections
 from ..agreement.observers import Observation
@@ -29,12 +29,12 @@ from ..backends import choose
 from ..backends.base import Backend, Exchange, Group
 from ..executor import Worker
 from ..extensions import extension
-from ..launch import DeviceView, choose_devices, nodes, topology
-from ..launch.environment import add_copies, remove_copies, torchrun_variables
+from ..launch import nodes, topology
+from ..launch.environment import torchrun_variables
 from ..meeting.server import reserved_port
 from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective
 from ..types import Launch, Settings, World
-from .presence import Presence, warn_of_too_many_threads
+from .presence import Presence, check_numbers, device_of, exported, warn_of_too_many_threads
 
 _REPORT_BYTES = 1024
 """The length of a pickled Presence. All have the same, padded with spaces."""
@@ -179,16 +179,7 @@ class Context:
     def _confirm_world(self) -> World:
         """Return this process's numbers. Collective. Raises WorldMismatchError if the backend joined another world."""
         launched, joined = self.launch, self.backend
-        has_numbers = launched.by_launcher and not launched.elastic
-        if has_numbers and (launched.size, launched.rank) != (joined.size, joined.rank):
-            what, field = ("Rank", "rank") if launched.size == joined.size else ("World size", "size")
-            raise WorldMismatchError(
-                f"{what} must be the {launched.describe(field)} that {launched.launcher} has set, but is "
-                f"{getattr(joined, field)} instead in {joined.name}. This process is rank {joined.rank} of "
-                f"{joined.size} there and should be rank {launched.describe('rank')} of {launched.size}. "
-                "Do not start the backend before dualdist.init(), or start it with all ranks. Start MPI with the "
-                "mpirun of the library that the backend was built for."
-            )
+        check_numbers(launched, joined)
         master = (joined.address, self._undo.enter_context(reserved_port())) if joined.rank == 0 else None
         mine = Presence.of_this_process(launched.local_rank, self.observation.contact, master)
         group = self.channels[0].group
@@ -201,25 +192,12 @@ class Context:
             mpi.warn_of_smaller_world(joined.rank, joined.size, launched.launcher)
         if joined.rank == 0:
             warn_of_too_many_threads((rank.host, rank.threads) for rank in ranks)
-        self.device = joined.device or self._device([rank.view for rank in ranks])
+        self.device = joined.device or device_of(joined.rank, [rank.view for rank in ranks])
         places = [(rank.host, rank.local_rank) for rank in ranks]
         world = topology(places)[joined.rank]
         assert ranks[0].master is not None
-        self._export(torchrun_variables(world, nodes(places), ranks[0].master))
+        self._undo.enter_context(exported(torchrun_variables(world, nodes(places), ranks[0].master)))
         return world
-
-    def _export(self, variables: Mapping[str, str]) -> None:
-        """Set those of `variables` that are absent or empty in the environment until this process leaves the world.
-
-        For frameworks and scripts that look for torchrun's variables. Users often export MASTER_* alone.
-        """
-        added = {name: value for name, value in variables.items() if not os.environ.get(name)}
-        add_copies(added, os.environ)
-        self._undo.callback(remove_copies, added, os.environ)
-
-    def _device(self, views: Sequence[DeviceView]) -> torch.device:
-        index = choose_devices(views)[self.backend.rank]
-        return torch.device("cpu") if index is None else torch.device(str(accelerator.kind()), index)
 
 
 def _abort(channels: Mapping[int, Channel], backend: Backend, failed: Channel | None = None) -> None:

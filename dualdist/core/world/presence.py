@@ -1,20 +1,24 @@
-"""What the ranks tell each other when they have joined a world: where each runs, and what it has there."""
+"""What ranks compare and tell each other when they have joined a world: numbers, and what each has where it runs."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import logger
+from ...errors import WorldMismatchError, logger
 from .. import accelerator
-from ..launch import DeviceView
+from ..backends.base import Backend
+from ..launch import DeviceView, choose_devices
+from ..launch.environment import add_copies, remove_copies
 from ..meeting.addresses import own_node
+from ..types import Launch
 
 # Warns when the processes of a host start more threads than it has CPUs, which can make training several times slower.
 #
@@ -85,3 +89,37 @@ class Presence:
         """What is needed to choose the rank's device."""
         name, count = self.devices
         return DeviceView(self.host, self.local_rank, [f"{name}.{index}" for index in range(count)])
+
+
+def check_numbers(launched: Launch, joined: Backend) -> None:
+    """Raise WorldMismatchError if the backend has joined another world than the launcher has started. Local."""
+    has_numbers = launched.by_launcher and not launched.elastic
+    if has_numbers and (launched.size, launched.rank) != (joined.size, joined.rank):
+        what, field = ("Rank", "rank") if launched.size == joined.size else ("World size", "size")
+        raise WorldMismatchError(
+            f"{what} must be the {launched.describe(field)} that {launched.launcher} has set, but is "
+            f"{getattr(joined, field)} instead in {joined.name}. This process is rank {joined.rank} of "
+            f"{joined.size} there and should be rank {launched.describe('rank')} of {launched.size}. "
+            "Do not start the backend before dualdist.init(), or start it with all ranks. Start MPI with the "
+            "mpirun of the library that the backend was built for."
+        )
+
+
+def device_of(rank: int, views: Sequence[DeviceView]) -> torch.device:
+    """Return the device of `rank`, from what each rank sees; the CPU if there is none. Local."""
+    index = choose_devices(views)[rank]
+    return torch.device("cpu") if index is None else torch.device(str(accelerator.kind()), index)
+
+
+@contextlib.contextmanager
+def exported(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set those of `variables` that are absent or empty in the environment, in the `with` block.
+
+    For frameworks and scripts that look for torchrun's variables. Users often export MASTER_* alone.
+    """
+    added = {name: value for name, value in variables.items() if not os.environ.get(name)}
+    add_copies(added, os.environ)
+    try:
+        yield
+    finally:
+        remove_copies(added, os.environ)
