@@ -132,7 +132,7 @@ class WatchedChannel(Observer):
     """What this rank does on one channel, for itself and for the other members, which may ask."""
 
     def __init__(self, watch: StallWatch, name: str, ranks: tuple[int, ...], pending: Pending | None) -> None:
-        self._watch, self.name, self.ranks, self._pending = watch, name, ranks, pending
+        self._watch, self.name, self.ranks, self.pending = watch, name, ranks, pending
         self.number = 0
         """How many calls began. Equal on all members when they are in step."""
         self.wait: tuple[int, Call, float] | None = None
@@ -143,7 +143,7 @@ class WatchedChannel(Observer):
         """Whether `wait` stalled. It is kept: other members give up at the same time, and their errors show it."""
         self.notice: str | None = None
         """What another rank found when it gave up its call."""
-        self._is_from_partner = False
+        self.is_from_partner = False
         """Whether `notice` is from a rank for which this one was not missing: it waited for the same call."""
         self.is_crossed = False
         """Whether another rank gave up its call while this rank waited for another one."""
@@ -161,7 +161,7 @@ class WatchedChannel(Observer):
     def begun(self, call: Call) -> None:
         self.number += 1
         self.wait = self.number, call, time.monotonic()
-        if self._pending is None:
+        if self.pending is None:
             self._record = Record(call, time.time_ns())
             self.called(self._record)
             self.agreed(call, self._record, ())
@@ -234,7 +234,7 @@ class WatchedChannel(Observer):
         self.gave_up = True
         self._say_why(survey, str(survey))
         # A partner may have left the world since its notice, so that this rank would find that it has ended.
-        return self.notice if self.notice is not None and self._is_from_partner else str(survey)
+        return self.notice if self.notice is not None and self.is_from_partner else str(survey)
 
     def fail(self, succeeded: Collection[int] = ()) -> Survey:
         """Return what the members are doing when the backend has failed, and let them know why this rank gives up.
@@ -256,23 +256,8 @@ class WatchedChannel(Observer):
             ["notice", self.name, self._watch.rank, survey.missing, call, text, time.time_ns()],
         )
 
-    def take_notice(self, text: str, is_missing: bool) -> None:
-        """Record what another rank found when it gave up its call. is_missing: whether this rank was missing."""
-        if not self._is_from_partner:
-            self.notice, self._is_from_partner = text, not is_missing
-        self.is_crossed |= is_missing and self.wait is not None
-
     def report_failure(self, step: str, text: str) -> None:
         self._watch.tell(self.ranks, ["failure", self.name, step, text])
-
-    def position(self, key: CallKey) -> tuple[int, bool, str]:
-        """Return how many calls began, whether one with `key` waits, and the call that waits."""
-        wait = self.wait
-        if wait is None:
-            return self.number, False, ""
-        number, call, _ = wait
-        has_key = any(begun.key == key for begun in (call, *(self._pending or tuple)()))
-        return number, has_key, call.brief
 
 
 class StallWatch:
@@ -418,7 +403,10 @@ class StallWatch:
             self.dump(GAVE_UP, asked)
             self._reasons.setdefault(rank, (missing, call))  # a later one may be a consequence
             if text and self.rank in channel.ranks:
-                channel.take_notice(text, self.rank in missing)
+                is_missing = self.rank in missing
+                if not channel.is_from_partner:
+                    channel.notice, channel.is_from_partner = text, not is_missing
+                channel.is_crossed |= is_missing and channel.wait is not None
         elif about == "dump":
             self.dump(ASKED, rest[0])
         elif about == "spent":
@@ -428,32 +416,34 @@ class StallWatch:
             channel.failures.setdefault(step, text)  # a later one may be a consequence
         elif about == "position":
             ((kind, call_name),) = rest
+            wait, position = channel.wait, (channel.number, False, "")
+            if wait is not None:
+                calls = wait[1], *(channel.pending or tuple)()
+                has_key = any(call.key == (kind, call_name) for call in calls)
+                position = wait[0], has_key, wait[1].brief
             elsewhere = (
                 f"{wait[1].brief} of process {other.process_set}"
                 for other in list(self.channels.values())
                 if other is not channel and (wait := other.wait) is not None and not other.gave_up
             )
-            position = channel.position((kind, call_name))
             interrupted = self.interrupted.get(channel.process_set)
             return position, next(elsewhere, ""), self._suspended_seconds(), interrupted
         return None
 
     def _check_repeatedly(self) -> None:
-        while not self._ends_after_pause():
+        while True:
+            self._next_tick = time.monotonic() + self._pause
+            ends = self._stopping.wait(self._pause)
+            now = time.monotonic()
+            late, self._next_tick = now - self._next_tick, math.inf
+            if late >= self._settings.stall_timeout_seconds:
+                self._suspension, self._suspension_end = late, now
+            if ends:
+                return
             self._report()
             self._log()
-            if self.rank == 0 and time.monotonic() >= self._next_look and self.slow_share != 1:
+            if self.rank == 0 and now >= self._next_look and self.slow_share != 1:
                 self.look_for_slow_rank()
-
-    def _ends_after_pause(self) -> bool:
-        """Wait for one pause. Return whether the watch has ended meanwhile."""
-        self._next_tick = time.monotonic() + self._pause
-        ends = self._stopping.wait(self._pause)
-        now = time.monotonic()
-        late, self._next_tick = now - self._next_tick, math.inf
-        if late >= self._settings.stall_timeout_seconds:
-            self._suspension, self._suspension_end = late, now
-        return ends
 
     def _suspended_seconds(self) -> float | None:
         """Return how long no thread could run recently; None if not for as long as the others wait."""
