@@ -5,20 +5,70 @@ Before `init()` the functions describe the backend that `init()` would choose, a
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
-from .core.backends import choose
+import torch
+import torch.distributed as dist
+
+from .core.backends import TRANSPORTS, choose
+from .core.backends.base import Backend
 from .core.launch import detect
 from .core.launch.environment import without_copies
 from .core.world.context import current_or_inherited, is_initialized
 
 
 def _facts() -> Mapping[str, bool | int]:
-    if is_initialized():
-        return current_or_inherited().backend.facts()
-    env = without_copies(os.environ)
-    return choose(None, None, detect(env), env).backend.built()
+    if not is_initialized():
+        env = without_copies(os.environ)
+        return _built_into(choose(None, None, detect(env), env).backend)
+    backend = current_or_inherited().backend
+    if isinstance(backend, KnowsBuild):
+        return backend.facts()
+    transport = TRANSPORTS.get(backend.transport)
+    is_mpi, threads = transport is not None and transport.needs_mpi, False
+    if is_mpi and importlib.util.find_spec("mpi4py") is not None:
+        from mpi4py import MPI
+
+        threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    used = {
+        "mpi_enabled": is_mpi,
+        "gloo_enabled": bool(transport) and not is_mpi,
+        "mpi_threads_supported": threads,
+    }
+    return {**_built_into(type(backend)), **used}
+
+
+@runtime_checkable
+class KnowsBuild(Protocol):
+    """A backend with a build of its own, under the names of Horovod's queries. A missing name means False."""
+
+    @classmethod
+    def built(cls) -> Mapping[str, bool | int]:
+        """Return what is built into the backend."""
+
+    def facts(self) -> Mapping[str, bool | int]:
+        """Return what is built into the backend and what is in use."""
+
+
+def _built_into(backend: type[Backend]) -> Mapping[str, bool | int]:
+    """Return what is built into the backend, or else into torch. MPI counts if mpi4py is installed, which provides it.
+
+    NCCL counts only with a GPU: recipes for Adasum scale the learning rate by `local_size()` if `nccl_built()`.
+    """
+    if issubclass(backend, KnowsBuild):
+        return backend.built()
+    can_use_nccl = dist.is_nccl_available() and torch.cuda.is_available()
+    major, minor, patch = torch.cuda.nccl.version()[:3] if can_use_nccl else (0, 0, 0)
+    return {
+        "mpi_built": dist.is_mpi_available() or importlib.util.find_spec("mpi4py") is not None,
+        "gloo_built": dist.is_gloo_available(),
+        "nccl_built": int(major * 10000 + minor * 100 + patch),  # NCCL_VERSION_CODE in nccl.h since 2.9
+        "cuda_built": torch.version.cuda is not None,
+        "rocm_built": torch.version.hip is not None,
+    }
 
 
 def mpi_threads_supported() -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -153,10 +152,10 @@ def serve_rendezvous(
     meeting: Meeting, launch: Launch, env: Mapping[str, str], settings: Settings
 ) -> GlooRendezvous:
     """Serve Horovod's rendezvous from rank 0, and return the variables that hvd.init() reads. Collective."""
-    own_part = json.dumps([horovods_version(), launch.local_rank])
+    own_part = [horovods_version(), launch.local_rank]
     shared = open_store(meeting, env, settings.start_timeout_seconds, own_part)
     check_interfaces("HOROVOD_GLOO_IFACE", env)
-    versions, local_ranks = zip(*map(json.loads, shared.messages), strict=True)
+    versions, local_ranks = zip(*shared.messages, strict=True)
     _check_builds(versions)
     places: list[Place] = list(zip(shared.addresses.nodes, local_ranks, strict=True))
     names, worlds = nodes(places), topology(places)

@@ -7,12 +7,15 @@ address, as horovodrun's is. It only stores short values, and none of them is in
 from __future__ import annotations
 
 import threading
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from ..core.types import World
+from ..core.meeting.boards import PublishedBoard
+from ..core.types import Launch, World
 
 _LONGEST_VALUE, _MOST_BYTES = 1 << 20, 64 << 20
 """Bytes of one value, and of all values together."""
@@ -130,3 +133,33 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Do not print every request."""
+
+
+# The same server of horovodrun as a board, where ranks find the server of their meeting.
+
+_HTTP_SECONDS = 60.0
+
+
+class HttpBoard(PublishedBoard):
+    """horovodrun's server (horovod/runner/http/http_server.py)."""
+
+    def __init__(self, launch: Launch, env: Mapping[str, str], address: str) -> None:
+        super().__init__(launch, env)
+        self._url = f"http://{address}/dualdist/rank0"
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def write(self, text: str) -> None:
+        request = urllib.request.Request(self._url, text.encode(), method="PUT")
+        self._opener.open(request, timeout=_HTTP_SECONDS).close()
+
+    def read(self, seconds: float) -> str | None:
+        try:
+            with self._opener.open(self._url, timeout=_HTTP_SECONDS) as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as error:
+            if error.code == 404:  # not set yet
+                return None
+            raise
+
+    def clear(self) -> None:
+        self.write("")

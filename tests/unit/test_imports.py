@@ -172,7 +172,7 @@ def test_a_module_imports_from_its_room_and_those_below() -> None:
                 assert is_core(other) and height(name) >= height(other), f"{name} imports {other}"
             elif not is_core(other) and room_of(other) != room:
                 between_others.setdefault(room, set()).add(room_of(other))
-        if room not in ("core.backends", "horovod", "mpi", "sharding", "exec", "torch_ddp"):
+        if room not in ("core.backends", "horovod", "mpi", "sharding", "exec", "torch_ddp", "built"):
             assert not starts(outside, "horovod") and not starts(outside, "torch.distributed"), name
         if room in WITHOUT_TORCH:
             assert not starts(outside, "torch"), name

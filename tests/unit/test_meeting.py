@@ -28,7 +28,6 @@ from dualdist.core.meeting.boards import (
     Board,
     FileBoard,
     HostBoard,
-    HttpBoard,
     KnownBoard,
     LaunchersBoard,
     ServerAddress,
@@ -38,7 +37,7 @@ from dualdist.core.meeting.server import TEXT, MeetingServer, connected, reach, 
 from dualdist.core.types import Launch, Settings
 from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
 from dualdist.exec import pmi
-from dualdist.horovod.http_store import HttpStore
+from dualdist.horovod.http_store import HttpBoard, HttpStore
 from dualdist.mpi import meeting as mpi
 
 from ..helpers.ports import free_ports

@@ -283,15 +283,6 @@ class Backend(ABC):
         """Return the transport that carries tensors of `device`, a type such as "cpu" or "cuda"."""
         return self.transport
 
-    @classmethod
-    def built(cls) -> Mapping[str, bool | int]:
-        """Return what is built into the backend, under the names of Horovod's queries. A missing name means False."""
-        return {}
-
-    def facts(self) -> Mapping[str, bool | int]:
-        """Return what is built into the backend and what is in use, under the names of Horovod's queries."""
-        return self.built()
-
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor.data`. It has a version counter of its own: a collective is no in-place operation for autograd.

@@ -14,7 +14,6 @@ from ..meeting.addresses import LOOPBACK, interface_of
 from ..types import Launch, Settings
 from .base import Backend, CombinedWork, Exchange, Group, Work
 from .torch_groups import DefaultGroup
-from .torch_interface import built_into_torch
 
 
 class _LocalGroup(Group):
@@ -76,10 +75,6 @@ class LocalBackend(Backend):
     @classmethod
     def is_running(cls) -> bool:
         return False
-
-    @classmethod
-    def built(cls) -> Mapping[str, bool | int]:
-        return built_into_torch()
 
     def open_process_group(self) -> None:
         with temporary_environment({"GLOO_SOCKET_IFNAME": interface_of(self.address)}):

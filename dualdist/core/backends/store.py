@@ -107,7 +107,7 @@ class SharedStore(NamedTuple):
     addresses: Addresses
     listener: Listener
     """Where this process takes the calls of the others, with the addresses of all."""
-    messages: tuple[str, ...]
+    messages: tuple[Any, ...]
     """Of all ranks, in rank order."""
 
 
@@ -115,10 +115,10 @@ _served: list[dist.TCPStore | None] = []
 """The last store that this process has served. Other ranks may use it when this one has left the world."""
 
 
-def open_store(meeting: Meeting, env: Mapping[str, str], seconds: float, message: str = "") -> SharedStore:
+def open_store(meeting: Meeting, env: Mapping[str, str], seconds: float, message: Any = None) -> SharedStore:
     """Return a new store that all ranks of the meeting share, and where each one takes calls. Collective.
 
-    seconds: the timeout of the store. message: for all other ranks.
+    seconds: the timeout of the store. message: for all other ranks, in types of JSON.
     """
     timeout = timedelta(seconds=seconds)
     with contextlib.ExitStack() as undo:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -44,7 +43,6 @@ from .torch_interface import (
     adopted_device,
     adopted_transport,
     bind_device,
-    built_into_torch,
     config_of,
     device_transport,
     error_handling,
@@ -68,15 +66,6 @@ class Offer(DeviceView):
     """The fastest transport of this rank, or the one that the user asks for."""
     is_asked: bool
 
-    def to_text(self) -> str:
-        """Return the offer as a line of JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Offer:
-        """Return the offer from which `to_text` made `text`."""
-        return cls(**json.loads(text))
-
 
 def agreed_transport(offers: Sequence[Offer], rank: int) -> str:
     """Return the transport for all ranks. offers: of all ranks, in rank order. rank: of this process.
@@ -89,11 +78,10 @@ def agreed_transport(offers: Sequence[Offer], rank: int) -> str:
     if len(asked) > 1:
         said = ", ".join(f"rank {other} asks for {name!r}" for name, other in asked.items())
         raise ConfigurationError(f"`transport` must be equal on all ranks, but {said}. Choose one of them.")
-    transports = set(asked) or {offer.transport for offer in offers}
-    transport = transports.pop() if len(transports) == 1 else _FALLBACK
-    if transports and rank == 0:
-        hosts = {name: _hosts(offers, name) for name in sorted({offer.transport for offer in offers})}
-        said = "; ".join(f"{name} on {', '.join(names)}" for name, names in hosts.items())
+    transports = sorted(asked or {offer.transport for offer in offers})
+    transport = transports[0] if len(transports) == 1 else _FALLBACK
+    if len(transports) > 1 and rank == 0:
+        said = "; ".join(f"{name} on {', '.join(_hosts(offers, name))}" for name in transports)
         logger.warning("All ranks use %s, because their fastest transports differ: %s.", transport, said)
     if needs_gpus(transport):
         _check_devices(offers, transport)
@@ -191,9 +179,9 @@ class TorchBackend(Backend):
         with contextlib.ExitStack() as undo, wrapped():
             meeting = meet(launch, env, seconds)
             undo.callback(meeting.close, started=False)
-            shared = open_store(meeting, env, seconds, offer.to_text())
+            shared = open_store(meeting, env, seconds, asdict(offer))
             undo.callback(shared.listener.close)
-            offers = [Offer.from_text(text) for text in shared.messages]
+            offers = [Offer(**found) for found in shared.messages]
             chosen = agreed_transport(offers, launch.rank)
             device, config = bind_device(chosen, offers, launch.rank), config_of(chosen)
             variables = gloo_interface(shared.addresses.own, env) | error_handling(device, env)
@@ -224,10 +212,10 @@ class TorchBackend(Backend):
         with contextlib.ExitStack() as undo:
             meeting = Meeting(board, *place, seconds)
             undo.callback(meeting.close, started=False)
-            shared = open_store(meeting, env, seconds, offer.to_text())
+            shared = open_store(meeting, env, seconds, asdict(offer))
             undo.callback(shared.listener.close)
             if needs_gpus(transport) and device is None:
-                offers = [Offer.from_text(text) for text in shared.messages]
+                offers = [Offer(**found) for found in shared.messages]
                 device = bind_device(transport, offers, dist.get_rank())
             # For the groups that the adopted world makes from now on.
             undo.enter_context(temporary_environment(error_handling(device, env)))
@@ -322,15 +310,3 @@ class TorchBackend(Backend):
 
     def transport_of(self, device: str) -> str:
         return adopted_transport({"cpu": self._config["cpu"]}) if device == "cpu" else self.transport
-
-    @classmethod
-    def built(cls) -> Mapping[str, bool | int]:
-        return built_into_torch()
-
-    def facts(self) -> Mapping[str, bool | int]:
-        mpi, threads = self.transport == "mpi", False
-        if mpi and importlib.util.find_spec("mpi4py") is not None:
-            from mpi4py import MPI
-
-            threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        return {**self.built(), "mpi_enabled": mpi, "gloo_enabled": not mpi, "mpi_threads_supported": threads}

@@ -6,7 +6,6 @@ Nothing here communicates. All of it works without a process group of torch, too
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -43,25 +42,6 @@ def wrapped() -> Iterator[None]:
 def world_group() -> Any:
     """Return torch's group of the whole world, None if torch.distributed does not run."""
     return dist.group.WORLD if dist.is_initialized() else None
-
-
-# What the installed torch was built with, under the names of Horovod's queries. Shared by torch.py and local.py.
-
-
-def built_into_torch() -> Mapping[str, bool | int]:
-    """Return what torch's collectives can run on. MPI counts when mpi4py is installed, since it provides MPI.
-
-    NCCL counts only with a GPU: recipes for Adasum scale the learning rate by `local_size()` if `nccl_built()`.
-    """
-    can_use_nccl = dist.is_nccl_available() and torch.cuda.is_available()
-    major, minor, patch = torch.cuda.nccl.version()[:3] if can_use_nccl else (0, 0, 0)
-    return {
-        "mpi_built": dist.is_mpi_available() or importlib.util.find_spec("mpi4py") is not None,
-        "gloo_built": dist.is_gloo_available(),
-        "nccl_built": int(major * 10000 + minor * 100 + patch),  # NCCL_VERSION_CODE in nccl.h since 2.9
-        "cuda_built": torch.version.cuda is not None,
-        "rocm_built": torch.version.hip is not None,
-    }
 
 
 # Which of torch's backends carries the tensors of which device, and the device of this process.

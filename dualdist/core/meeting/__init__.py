@@ -17,7 +17,7 @@ from ..extensions import extension
 from ..launch import is_one_host
 from ..launch.environment import RENDEZVOUS
 from ..types import Launch
-from .boards import Board, HttpBoard, LaunchersBoard, given_board, has_first_host, one_host_board, slurm_board
+from .boards import Board, LaunchersBoard, given_board, has_first_host, one_host_board, slurm_board
 
 
 def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = True) -> Board | None:
@@ -31,9 +31,10 @@ def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = 
         return given_board(launch, env)
     if source == "DUALDIST_RANK" and env.get(RENDEZVOUS):
         return LaunchersBoard(env)
-    if source == "HOROVOD_RANK" and env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
-        address = f"{env['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
-        return HttpBoard(launch, env, address)
+    horovods = source == "HOROVOD_RANK" and env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    if horovods and (store := extension("horovods_store")) is not None:
+        address = f"{horovods}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
+        return cast(Board, store.HttpBoard(launch, env, address))
     if launch.starts_mpi and (mpi := extension("mpi")) is not None:
         # MPI takes long to start, and can start once only.
         wants_mpi = mpi.has_started() or (may_start_mpi and not is_one_host(launch))

@@ -1,9 +1,10 @@
 """Where the ranks find the server of their meeting: what each kind of launcher contributes.
 
 Under most launchers, rank 0 starts the server, and publishes its address where the launcher lets all ranks look:
-horovodrun's HTTP server, a message of MPI (mpi.py), or a store (core/backends/store.py). An earlier start may have left
-its address there: nobody answers who knows the secret, and the rank looks again. Elsewhere the address is known before:
-the ranks share a host, the launcher itself runs the server, or it has given all ranks an address of rank 0.
+horovodrun's HTTP server (horovod/http_store.py), a message of MPI (mpi/meeting.py), or a store
+(core/backends/store.py). An earlier start may have left its address there: nobody answers who knows the secret, and the
+rank looks again. Elsewhere the address is known before: the ranks share a host, the launcher itself runs the server, or
+it has given all ranks an address of rank 0.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import re
 import secrets
 import socket
 import subprocess
-import urllib.error
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -148,7 +147,7 @@ class FileBoard(PublishedBoard):
     def read(self, seconds: float) -> str | None:
         with open(self._descriptor(os.O_RDONLY), errors="replace") as file:
             text = file.read(_LONGEST)
-        if not text.startswith('["'[: len(text)]):  # an address, or its first part
+        if text not in ("", "[") and not text.startswith('["'):  # no address, and no first part of one
             raise ConfigurationError(
                 f"{self._path} must be a new file, or one that an earlier start has left, but has other content. "
                 "Choose another file."
@@ -167,34 +166,6 @@ class FileBoard(PublishedBoard):
                 f"{self._path} must be a file of this user, but is not. Remove it, or choose another file."
             )
         return descriptor
-
-
-class HttpBoard(PublishedBoard):
-    """horovodrun's server (horovod/runner/http/http_server.py)."""
-
-    def __init__(self, launch: Launch, env: Mapping[str, str], address: str) -> None:
-        super().__init__(launch, env)
-        self._url = f"http://{address}/dualdist/rank0"
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def write(self, text: str) -> None:
-        request = urllib.request.Request(self._url, text.encode(), method="PUT")
-        self._opener.open(request, timeout=_HTTP_SECONDS).close()
-
-    def read(self, seconds: float) -> str | None:
-        try:
-            with self._opener.open(self._url, timeout=_HTTP_SECONDS) as answer:
-                return str(answer.read().decode())
-        except urllib.error.HTTPError as error:
-            if error.code == 404:  # not set yet
-                return None
-            raise
-
-    def clear(self) -> None:
-        self.write("")
-
-
-_HTTP_SECONDS = 60.0
 
 
 class KnownBoard(Board):
