@@ -309,7 +309,7 @@ class Reducer:
             sent = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
             if options.only_casts:  # a user's compressor may remember what it compresses
                 sent, _ = options.compression.compress(sent)
-            self._start(sent, "")[1].wait()
+            self._start(self._channel, sent, "")[1].wait()
 
     def compare_start(self) -> None:
         """Compare the parameters of all ranks after the next reduction. Call it at the same place on all ranks."""
@@ -388,8 +388,8 @@ class Reducer:
             is_complete: whether backward has reached all of its parameters.
             at_end: whether `reduce` follows at once.
         """
-        place, options = len(self._sent), self.options
-        bucket = self.layout.buckets[place]
+        place, options, channel = len(self._sent), self.options, self._channel
+        bucket, can_set_early = self.layout.buckets[place], self._can_set_early
         grads = [None] * len(bucket.params) if empty else self._all_contributions(bucket)
         counts, are_reached, unreached = self._pass_counts, [True] * len(grads), None
         if not (empty or is_complete or all(counts)):
@@ -398,7 +398,7 @@ class Reducer:
             part = FINAL if self.is_last else LEFT_OUT
             unreached = [0 if is_reached or not param.hooks else part for is_reached, param in pairs]
         is_new = are_reached if self.reduced and not empty else None
-        memory = self.layout.memory_of(place, grads, is_new, in_place=self._can_set_early)
+        memory = self.layout.memory_of(place, grads, is_new, in_place=can_set_early)
         if (streams := bucket.params[0].streams) is not None:
             streams.follow()
             if streams.is_mixed and (stream := accelerator.current_stream(memory.flat.device)) is not None:
@@ -407,25 +407,24 @@ class Reducer:
         kinds = memory.pack(grads, is_new, unreached, self.given)
         self._kinds += kinds
         self._buckets_sent += 1
-        self._count_sent(place)
+        self._count_sent(channel, place)
         send = self._allreduce if options.comm_hook is None else self._call_hook
-        self._sent.append(send(place, memory))
-        if self._can_set_early and not options.sparse_as_dense:
+        self._sent.append(send(channel, place, memory))
+        if can_set_early and not options.sparse_as_dense:
             memory.set_early(kinds, at_end=at_end)
 
-    def _count_sent(self, place: int) -> None:
+    def _count_sent(self, channel: Channel, place: int) -> None:
         """Add the bucket at `place` to the digest of the buckets that this rank has sent. -1: an abandoned backward."""
-        channel = self._channel
         channel.sent_digest = (channel.sent_digest * 1_000_003 + (self._id << 20) + place + 1) % (1 << 60)
 
-    def _allreduce(self, place: int, memory: BucketMemory) -> SentBucket:
+    def _allreduce(self, channel: Channel, place: int, memory: BucketMemory) -> SentBucket:
         """Start the allreduce of a bucket."""
         options, flat = self.options, memory.flat
         compressed, context = options.compression.compress(flat)
         dtype = compressed.dtype
-        wire, work = self._start(compressed, f"{self._id}.{place}", memory)
+        wire, work = self._start(channel, compressed, f"{self._id}.{place}", memory)
         if not isinstance(work, FailedWork):
-            work = self._recorded(place, memory, work)
+            work = self._recorded(channel, place, memory, work)
 
         def combined(factor: float) -> torch.Tensor:
             scale_(wire, factor)
@@ -436,14 +435,13 @@ class Reducer:
         return SentBucket(memory, work, combined)
 
     def _start(
-        self, sent: torch.Tensor, tag: str, memory: BucketMemory | None = None
+        self, channel: Channel, sent: torch.Tensor, tag: str, memory: BucketMemory | None = None
     ) -> tuple[torch.Tensor, Work]:
         """Start the allreduce of `sent`. Return the tensor that gets the result, and the work.
 
         memory: keeps the memory for a copy on the host. None: the group can send from the device of `sent`.
         """
-        channel, host = self._channel, None
-        group = channel.gradients
+        group, host = channel.gradients, None
         device, dtype = group.wire_device(sent.device), reduction_dtype(sent.dtype, group)
         if memory is not None and device != sent.device and device.type == "cpu":
             channel.through_host = channel.through_host or needed("through_host")(group)
@@ -459,13 +457,13 @@ class Reducer:
         except HorovodInternalError as error:
             return wire, FailedWork(error)
 
-    def _call_hook(self, place: int, memory: BucketMemory) -> SentBucket:
+    def _call_hook(self, channel: Channel, place: int, memory: BucketMemory) -> SentBucket:
         """Have the communication hook called for a bucket."""
         assert self.hooks is not None
         bucket, is_last = self.layout.buckets[place], place == len(self.layout.buckets) - 1
         step = f"{self._id}.{self._buckets_sent - place}"
-        work = self.hooks.send(place, memory.flat, bucket, is_last, self._channel, step)
-        recorded = self._recorded(place, memory, work)
+        work = self.hooks.send(place, memory.flat, bucket, is_last, channel, step)
+        recorded = self._recorded(channel, place, memory, work)
         return SentBucket(memory, recorded, lambda factor: work.result, lambda: work.error)
 
     @property
@@ -474,8 +472,8 @@ class Reducer:
         # A user's hook may run for long, in another thread. Until it ends, .grad stays this rank's own gradient.
         return self.sets_early and (hook is None or hook.only_starts)
 
-    def _recorded(self, place: int, memory: BucketMemory, work: Work) -> Work:
-        for sent in self._channel.observers.sent:
+    def _recorded(self, channel: Channel, place: int, memory: BucketMemory, work: Work) -> Work:
+        for sent in channel.observers.sent:
             names = (param.name for param in memory.params)
             work = sent(work, f"gradients.{self._id}.{place}", names, memory.flat)
         return work
@@ -538,12 +536,13 @@ class Reducer:
             (p.name for sent in self._sent for p in sent.memory.params if sent.memory.holds(p)), None
         )
         if self.options.comm_hook is None:
-            self._channel.receive(self._announcement(), wait)
+            self._channel.receive(self._announcement(self._channel), wait)
         else:  # other ranks may take part only after the announcement
             self.layout.release_memory()
         self.start_over()
         if overwritten is not None:
-            self._count_sent(-1)  # a rank that raises must not continue with ranks that do not raise
+            # A rank that raises must not continue with ranks that do not raise.
+            self._count_sent(self._channel, -1)
         return overwritten
 
     # Receiving
@@ -564,7 +563,8 @@ class Reducer:
         if not self.is_known:
             self.enter_world(self.layout.params)
         self._send_rest(empty=empty)
-        channel, call, changes = self._channel, self._announcement(), self.changes
+        channel, changes = self._channel, self.changes
+        call = self._announcement(channel)
         for sent in self._sent:
             if isinstance(sent.work, FailedWork):  # the error finds the rank that has left
                 in_turn(call, channel.receive, call, sent.work.wait)
@@ -577,13 +577,15 @@ class Reducer:
             wrong = run(call, functools.partial(self._settle, self._kinds))
         except CollectiveMismatchError:
             # The others also wait for the data before they raise.
-            in_turn(call, channel.receive, call, self._receive, keep=False, settled=False)
+            in_turn(call, channel.receive, call, self._receive, channel, keep=False, settled=False)
             channel.sent_digest = 0  # no rank uses what was sent, in whatever order
             raise
         mismatch = channel.ahead and channel.ahead.end_step_of_parts(call, channel, current().channels)
         with channel.observers.waiting_for_data():
             keep = not (wrong or mismatch)
-            hook_error = in_turn(call, channel.receive, call, self._receive, keep=keep, settled=not wrong)
+            hook_error = in_turn(
+                call, channel.receive, call, self._receive, channel, keep=keep, settled=not wrong
+            )
         if mismatch:
             raise mismatch
         if changes:
@@ -618,7 +620,7 @@ class Reducer:
     def _arguments(self) -> tuple[tuple[str, int | None], ...]:
         return ("process_set", self.options.process_set.process_set_id), ("grad_sync", self._id)
 
-    def _announcement(self) -> Call:
+    def _announcement(self, channel: Channel) -> Call:
         """Return the call that announces a reduction, at the user's line.
 
         It is a message between CPUs: nothing that the ranks must know of each other's gradients is read from a GPU. Its
@@ -626,7 +628,7 @@ class Reducer:
         replaced, and whether the kinds have changed.
         """
         bits = 2 * bool(self.changes) + self.layout.contributions.changed(self._kinds)
-        return Call(GRADIENTS, self._arguments, site=call_site(), count=4 * self._channel.sent_digest + bits)
+        return Call(GRADIENTS, self._arguments, site=call_site(), count=4 * channel.sent_digest + bits)
 
     def _settle(self, kinds: bytes | None, group: Group, verdict: Verdict) -> list[int]:
         """Return the ranks on which parameters were moved or replaced. If there are none, exchange kinds that changed.
@@ -657,24 +659,26 @@ class Reducer:
         settled = verdict.call is not None and not self._settle(None, group, verdict)
         if settled:
             self._compares_start = False  # the others have passed the first reduction without this rank
-        self._channel.receive(self._announcement(), self._receive, keep=False, settled=settled)
+        channel = self._channel
+        call = self._announcement(channel)
+        channel.receive(call, self._receive, channel, keep=False, settled=settled)
         if verdict.call is None:
-            self._channel.sent_digest = 0
+            channel.sent_digest = 0
         self.start_over()
 
-    def _receive(self, *, keep: bool, settled: bool) -> Exception | None:
+    def _receive(self, channel: Channel, *, keep: bool, settled: bool) -> Exception | None:
         """Wait for the data of the announced buckets. Return what a communication hook has raised.
 
         Args:
             keep: whether the received data becomes the gradients; if not, they are cleared.
             settled: whether all ranks know which gradients are sparse. If not, no rank combines those.
         """
-        group, reduction = self._channel.gradients, self.options.reduction
-        factor = reduction.postscale_factor * self._correction(group)
+        group, reduction = channel.gradients, self.options.reduction
+        factor = reduction.postscale_factor * self._correction(channel)
         divided_by = group.size if reduction.op == Average else 1
         sparse: dict[int, torch.Tensor | None] = {}
         error: Exception | None = None
-        can_repeat = self.options.can_repeat and not self._channel.num_joined
+        can_repeat = self.options.can_repeat and not channel.num_joined
         for place, sent in enumerate(self._sent):
             sent.work.wait()
             memory = sent.memory
@@ -691,7 +695,7 @@ class Reducer:
             if settled and max(kinds) & SPARSE:
                 sparse |= memory.dense_parts(kinds)
         for index, dense_part in sorted(sparse.items()):
-            self._combine_sparse(group, index, dense_part, keep)
+            self._combine_sparse(channel, index, dense_part, keep)
         if keep:
             left_out = self.layout.contributions.left_out
             self.left_out = self.left_out & left_out if self.reduced else left_out
@@ -701,22 +705,25 @@ class Reducer:
             self._connect(self.layout.params, self.options)
         return error
 
-    def _correction(self, group: Group) -> float:
+    def _correction(self, channel: Channel) -> float:
         """Return what a division by the number of ranks must be multiplied by, to be one by `divisor`."""
         if self.options.reduction.op != Average or self.divisor is None:
             return 1.0
-        active = group.size - self._channel.num_joined
-        return group.size / (active if self.divisor == "active" else self.divisor)
+        size = channel.gradients.size
+        active = size - channel.num_joined
+        return size / (active if self.divisor == "active" else self.divisor)
 
-    def _combine_sparse(self, group: Group, index: int, dense_part: torch.Tensor | None, keep: bool) -> None:
+    def _combine_sparse(
+        self, channel: Channel, index: int, dense_part: torch.Tensor | None, keep: bool
+    ) -> None:
         """Combine sparse gradients. dense_part: the combined dense ones of all ranks, None if there are none."""
-        own = self._contribution(index) if keep else None
+        group, own = channel.gradients, self._contribution(index) if keep else None
         param = self.layout.params[index].tensor
         # A dense gradient of this rank was sent in the bucket.
         combined = _sum_sparse(group, own if own is not None and own.is_sparse else None, param)
         if keep:
             if self.options.reduction.op == Average:
-                combined *= self._correction(group) / group.size
+                combined *= self._correction(channel) / group.size
             param.grad = combined if dense_part is None else _add_sparse(combined, dense_part.to_sparse(1))
 
 
