@@ -23,8 +23,6 @@ from .handles import new_handle
 
 T = TypeVar("T")
 P = ParamSpec("P")
-_empty = functools.partial(torch.empty, 0, device="cpu")
-"""Makes a tensor, which is of another class inside FakeTensorMode."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]
 
 def refuse_fake_tensor_mode() -> None:
     """Raise ValueError inside FakeTensorMode, where the result of a collective would be lost."""
-    if type(_empty()) is not torch.Tensor:
+    if type(torch.Tensor()) is not torch.Tensor:
         raise ValueError("`FakeTensorMode` must not be active in a collective, but is. Leave it.")
 
 
