@@ -62,11 +62,15 @@ class SignalWatch:
             atexit.register(self._ignore)
 
     def end(self) -> None:
-        """Install the former signal handlers again."""
+        """Install the former signal handlers again, where the script has set no others since."""
         if not self.previous:
             return
         for signum, handler in self.previous.items():
-            signal.signal(signum, handler)
+            if signal.getsignal(signum) == self._note:
+                signal.signal(signum, handler)
+            for watch in _watches:  # a later one, which ends later
+                if watch.previous.get(signum) == self._note:
+                    watch.previous[signum] = handler
         self.previous = {}
         self.release()
         _watches.remove(self)

@@ -340,6 +340,23 @@ def test_a_signal_to_one_rank_saves_and_ends_all_after_the_same_step(
     assert load(folder(tmp_path) / "step-000000002.pt")["value"] == 2
 
 
+@everywhere
+def test_a_manager_leaves_handlers_alone_that_came_after_its_own(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    first, second = (CheckpointManager(folder(tmp_path) / name, {}) for name in ("first", "second"))
+    first.close()
+    if hvd.rank() == 0:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    with warned(), pytest.raises(Preempted):
+        second.step()
+    second.close()
+    assert signal.getsignal(signal.SIGUSR1) is before
+    third = CheckpointManager(folder(tmp_path) / "third", {})
+    of_script = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    third.close()
+    assert signal.signal(signal.SIGUSR1, before) is signal.SIG_IGN and of_script is not before
+
+
 def start_and_end_children() -> None:
     for _ in range(20):
         child = FORK.Process(target=signal.pause)
