@@ -84,7 +84,8 @@ class Data(Enum):
     AFTER = "after"
     """After the agreement."""
     BEFORE = "before"
-    """Before the agreement, over `Channel.gradients`. Every member must receive it, even if the calls differ."""
+    """Before the agreement, over `Channel.gradients`: buckets of gradients are under way when the members agree. So a
+    member that raises because the calls differ must receive them first."""
 
 
 def no_data(call: Call, group: Group, verdict: Any) -> None:
@@ -101,10 +102,12 @@ class Kind:
     """Its name on the timeline, as Horovod writes it (horovod/common/timeline.cc)."""
     data: Data = Data.AFTER
     stand_in: Callable[[Call, Group, Any], None] | None = None
-    """What a rank that has called `join` runs with a Verdict while the others run a call: a function of a module, since
-    calls are pickled. None: it cannot take part, so that the call raises HorovodInternalError on the others."""
+    """What a rank that has called `join` runs while the others run a call, with the Verdict on which they have agreed
+    (matching.py): a function of a module, since calls are pickled. None: such a rank cannot take part, so that the call
+    raises HorovodInternalError on the others."""
     in_step: bool = False
-    """Whether training steps make it, always synchronously. If members make different ones, their steps differ."""
+    """Whether training steps make it, always synchronously. Calls that run ahead of a device are predicted from the
+    last step, until members make different calls of such a kind (dualdist/devices/ahead.py)."""
 
     def __str__(self) -> str:
         return self.name

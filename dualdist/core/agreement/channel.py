@@ -2,7 +2,9 @@
 
 For each call the members first agree to make it, and then send its data. They run the calls in the same order. While
 each rank's oldest pending call is the same, one exchange of digests suffices (`agree`). Otherwise the members
-exchange all their pending calls (`match`), and wait for each other's news where nothing matches yet.
+exchange all their pending calls, and each computes from them what runs and what raises (`match`, the same on all).
+Where nothing matches yet, they wait for each other's news. A rank is blocked if no thread of its script can make
+another call until a pending one has ended: if all are, nothing will match, which is an error.
 
 A Request holds a call until it has ended. One thread at a time, which holds `_running`, runs the pending ones in
 rounds: the caller's own thread if nothing else is pending, else a worker thread. News wakes it. Calls on a device may
@@ -63,7 +65,8 @@ class Channel:
         self.gradients = gradients
         """The group that sends buckets of gradients: without an agreement for each, see core/gradients/reducer.py."""
         self.sent_digest = 0
-        """A digest of which buckets this rank has sent, in their order; equal on all members at each reduction."""
+        """A digest of which buckets this rank has sent, in their order; equal on all members at each reduction. The
+        reducer writes it, and sends it as the `count` of its call."""
         self._name = name
         self._connections = connections
         self._running = threading.Lock()
@@ -223,7 +226,10 @@ class Channel:
             self._forget(oldest)
 
     def _run_or_enqueue(self, request: Request[T]) -> T:
-        """Run `request` in this thread if nothing else is pending, else in the worker thread. Return its result."""
+        """Run `request` in this thread if nothing else is pending, else in the worker thread. Return its result.
+
+        Other threads may add calls meanwhile. Those that match first run in this thread, too.
+        """
         if self._pending or not self._running.acquire(blocking=False):
             return self._enqueue(request).get()
         self._add(request)
@@ -262,18 +268,18 @@ class Channel:
             needs_times |= agreeing(call)
         verdict = agree(self._connections, oldest.state, call, oldest.issued, needs_times=needs_times)
         if verdict.call is None:
-            with waiting_for(self._own):
+            with waiting_for(self._own):  # this thread runs calls, but its script waits for its own one
                 requests, found = self._find_match()
             self._end_matched(requests, found, oldest)
             return
         self._joined = frozenset()
         for agreed in self.observers.agreed:
             agreed(call, oldest.record, verdict.arrivals)
-        assert oldest.execute is not None
+        assert oldest.execute is not None  # a verdict with a call: the oldest requests of all are ACTIVE
         try:
             oldest.end(oldest.execute(self.group, verdict))
         except BaseException as error:
-            if _communicates(call, verdict):  # it is unknown how much of the data was sent: stop the channel
+            if _communicates(call, verdict):  # how much was sent is unknown: the guard stops the channel
                 raise
             oldest.end(error=error)
         self._pending.remove(oldest)
@@ -371,4 +377,4 @@ def _communicates(call: Call, verdict: Verdict) -> bool:
     """Return whether the members communicate in `call` after they have agreed on it."""
     if call.kind.data is Data.AFTER and any(verdict.payloads):
         return False
-    return call.kind.stand_in is not no_data  # of a barrier
+    return call.kind.stand_in is not no_data  # a barrier needs only the agreement

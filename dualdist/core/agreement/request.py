@@ -33,7 +33,7 @@ class Request(Generic[T]):
         """Make the request.
 
         Args:
-            state: ACTIVE, JOINED or FAILED.
+            state: ACTIVE, JOINED or FAILED, as matching.py defines them.
             execute: None for a call that only takes part in the agreements.
             error: for FAILED: the error that this rank raised.
         """
@@ -43,14 +43,14 @@ class Request(Generic[T]):
         self.ended = False
         """Whether `get` would return at once."""
         self.on_wait: Callable[[], None] = lambda: None
-        """Called when a thread begins to wait for the result."""
+        """Called when a thread begins to wait for the result: the others must learn that this rank may be blocked."""
         self.on_waited: Sequence[Callable[[Record, int], None]] = ()
         """Called when a thread has waited for the result."""
         self._failure_text = error
         self._value: Any = None
         self._error: BaseException | None = None
         self._unended = threading.Lock()
-        """Held until the request has ended."""
+        """A gate: held until the request has ended. Each thread that waits passes it on to the next."""
         self._unended.acquire()
 
     @functools.cached_property

@@ -88,7 +88,7 @@ class Group(ABC):
         """The index of this process in `ranks`; -1 when it is not a member."""
         self.size = len(self.ranks)
         self.has_lost_member: Callable[[], bool] = lambda: False
-        """Whether a member has ended, or cannot go on. The owner sets it, for transports that do not notice it."""
+        """Whether a member has ended, or cannot go on. Channel sets it, for transports that do not notice it."""
         self.find_cause: Callable[[], str] = lambda: ""
         """Return the ranks that have ended first, and say so to the others. For a transport that ends the process."""
 
@@ -181,7 +181,7 @@ class Backend(ABC):
     device: torch.device | None = None
     """The device to which the transport is bound; None if it is bound to none."""
     runs_ahead = False
-    """Whether collectives on `device` only order streams, so that the host runs ahead of them."""
+    """Whether `Work.wait` returns before the data is there, as on a GPU: it orders streams, and the host runs ahead."""
     store: Any = None
     """A key-value store that all processes share (c10d's Store); None when the world has one process."""
     listener: Listener | None = None

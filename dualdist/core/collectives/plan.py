@@ -43,7 +43,8 @@ class Plan(Generic[T]):
 
         Args:
             function: what records the gradient if autograd is active; its forward runs the plan. None: nothing.
-            gradient: for a function that takes it: Average, Horovod's, or Sum, that of the sum of all ranks' losses.
+            gradient: for a function that takes it. Average: the gradient as in Horovod. Sum: that of the sum of all
+                ranks' losses.
         """
         for chosen in gradient:
             if type(chosen) is not int or chosen not in (Average, Sum):
