@@ -74,13 +74,13 @@ def main() -> None:
 
     hvd.init()
     rank, begun = hvd.rank(), state()
-    signal.signal(signal.SIGHUP, handle)
+    former = signal.signal(signal.SIGHUP, handle)
     hvd.allreduce(torch.ones(3))
     hvd.shutdown()
     handlers = [
         signal.getsignal(number) is handle for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
     ]
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, former)
     if rank == 0:
         found = changed(before, begun), changed(before, state()), handlers
         Path(sys.argv[1]).write_text(json.dumps(found))
