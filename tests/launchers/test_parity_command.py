@@ -217,6 +217,7 @@ import os, threading
 import dualdist as hvd
 hvd.init()
 open(f"process-{os.getpid()}", "w")
+open("arrived", "w").write(".")
 
 def load_batch():
     threading.Event().wait()
@@ -226,21 +227,25 @@ if hvd.rank() == 1:
 hvd.barrier()
 """
 WHEN_BOTH_HANG = """\
-import subprocess, sys, time
-from pathlib import Path
+import os, select, subprocess, sys
 from dualdist.cli import main
 from dualdist.processes import agent_connection
 
+os.mkfifo("arrived")
+arrived = os.open("arrived", os.O_RDWR)
+
 def wait_from_then(process, timeout=None, wait=subprocess.Popen.wait):
-    while timeout is not None and process.poll() is None and len(list(Path().glob("process-*"))) < 2:
-        time.sleep(0.05)
+    ended = os.pidfd_open(process.pid) if timeout is not None else None
+    for _ in range(2 if timeout is not None else 0):
+        if arrived in select.select([arrived, ended], [], [])[0]:
+            os.read(arrived, 1)
     return wait(process, timeout)
 
 subprocess.Popen.wait = wait_from_then
 sys.executable = sys.argv.pop(1)
 sys.exit(main(sys.argv[1:]))
 """
-"""The command `dualdist`, whose timeout begins when both ranks have written their files."""
+"""The command `dualdist`, whose timeout begins when both ranks have written to the pipe."""
 TIMEOUT = 2
 
 
@@ -279,8 +284,8 @@ def test_a_cell_that_hangs_is_ended_and_the_line_of_each_rank_shown(
     assert ended.code == 2, ended.output
     assert ended.output.splitlines()[1:] == [
         f"dualdist parity: {hanging} must end within {TIMEOUT} s (--timeout), but did not:",
-        f"  rank 0: in <module> at {folder}/script.py:11: hvd.barrier()",
-        f"  rank 1: in load_batch at {folder}/script.py:7: threading.Event().wait()",
+        f"  rank 0: in <module> at {folder}/script.py:12: hvd.barrier()",
+        f"  rank 1: in load_batch at {folder}/script.py:8: threading.Event().wait()",
     ]
     processes = [int(file.name.partition("-")[2]) for file in folder.glob("process-*")]
     assert len(processes) == 2 and Watched(processes).left() == []
