@@ -1,11 +1,11 @@
 """Measures one training step: dualdist in both styles, DDP and Horovod, in turns in the processes of your launcher.
 
-    torchrun --nproc-per-node 2 benchmarks/step_in_world.py --without-horovod
+    torchrun --nproc-per-node 2 benchmarks/step_in_world.py --peers DDP
     horovodrun --gloo -np 2 python benchmarks/step_in_world.py
     horovodrun --gloo -np 2 python benchmarks/step_in_world.py --backend horovod
     horovodrun --gloo -np 2 python benchmarks/step_in_world.py --hook allreduce    # DDP and dualdist with this hook
     mpirun -np 2 python benchmarks/step_in_world.py --transport mpi
-    dualdist run -H host1:2,host2:2 python benchmarks/step_in_world.py --without-horovod --models mlp
+    dualdist run -H host1:2,host2:2 python benchmarks/step_in_world.py --peers DDP --models mlp
 
 Times are medians over the steps of rank 0. A ratio is the median over the rounds, then the quartiles. The turns that
 it compares are seconds apart, so a machine whose speed changes from minute to minute has little effect on it. CPU
@@ -14,7 +14,7 @@ host sends to other hosts (all interfaces but the loopback) do not depend on it 
 order, because a step is slower after some contestants than after others. Each contestant has several models, because
 the steps of equal models in one process differ by up to 20 %, depending on where their memory is. All contestants
 gain from the limits of malloc that dualdist raises (core/gradients/bucket_memory.py), so with ResNets the ratios
-are higher than those of step.py. Needs real Horovod, unless --without-horovod is given.
+are higher than those of step.py. Needs real Horovod, unless --peers leaves it out.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from hooks import HOOKS
 from models import MODELS
+from report_file import write_report
 from torch import nn
 from world import command_line, join_world, start_gloo
 
@@ -52,13 +53,17 @@ def main() -> None:
     )
     parser.add_argument("--copies", type=int, help="models of each contestant, if memory is short (2 or 3)")
     parser.add_argument(
-        "--without-horovod", action="store_true", help="compare with DDP alone, on several hosts for example"
+        "--peers", nargs="+", choices=("DDP", "Horovod"), default=["DDP", "Horovod"], help="(both)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all figures, by model and contestant"
     )
     settings = join_world(parser)
-    horovod = None if settings.without_horovod else importlib.import_module("horovod.torch")
+    horovod = importlib.import_module("horovod.torch") if "Horovod" in settings.peers else None
     if horovod is not None:
         horovod.init()
-    gloo = start_gloo()
+    gloo = start_gloo() if "DDP" in settings.peers else None
+    measured = {}
     if hvd.rank() == 0:
         print(
             f"dualdist on {hvd.backend_name()} ({hvd.transport_name()}), {hvd.size()} processes; ms per step"
@@ -71,7 +76,9 @@ def main() -> None:
             model, batch = MODELS[name].make()
             steps.append((style, step_of(*wrap(model), batch)))
         turn = max(2, MODELS[name].steps // 10)  # about 0.2 s of one process
-        compare(name, steps, settings.rounds, turn)
+        measured[name] = compare(name, steps, settings.rounds, turn)
+        if hvd.rank() == 0 and settings.json is not None:
+            write_report(settings.json, {"models": measured})
     hvd.shutdown()
 
 
@@ -80,7 +87,10 @@ def styles(
 ) -> dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]]:
     """Return contestant -> function that wraps a model and creates its optimizer.
 
-    hook: a communication hook for all but Horovod, which has none. horovod: horovod.torch; None leaves Horovod out.
+    Args:
+        gloo: DDP's group; None leaves DDP out.
+        hook: a communication hook for all but Horovod, which has none.
+        horovod: horovod.torch; None leaves Horovod out.
     """
 
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -105,7 +115,7 @@ def styles(
         )
     }
     return {
-        "DDP": ddp,
+        **({"DDP": ddp} if gloo is not None else {}),
         **(raw if horovod is not None else {}),
         "optimizer": lambda model: (
             model,
@@ -124,8 +134,13 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Ten
     return step
 
 
-def compare(name: str, steps: list[tuple[str, Step]], rounds: int, turn: int) -> None:
-    """Print the median step of each contestant, and the ratios of ours to the others'."""
+def compare(
+    name: str, steps: list[tuple[str, Step]], rounds: int, turn: int
+) -> dict[str, dict[str, list[float]]]:
+    """Print the median step of each contestant, and the ratios of ours to the others'. Return rank 0's figures.
+
+    They are one number for each round: contestant -> "ms", "CPU ms" and "MB", which its host sends to other hosts.
+    """
     ms: dict[str, list[float]] = {style: [] for style, _ in steps}  # the median of each round
     cpu_ms: dict[str, list[float]] = {style: [] for style in ms}
     sent_mb: dict[str, list[float]] = {style: [] for style in ms}
@@ -149,8 +164,9 @@ def compare(name: str, steps: list[tuple[str, Step]], rounds: int, turn: int) ->
             for style in ms:
                 ms[style].append(statistics.median(taken[style]))
                 cpu_ms[style].append(statistics.median(busy[style]))
+    measured = {style: {"ms": ms[style], "CPU ms": cpu_ms[style], "MB": sent_mb[style][1:]} for style in ms}
     if hvd.rank() != 0:
-        return
+        return measured
     for kind, times in (("", ms), (", CPU time", cpu_ms)):
         medians = (f"{style} {statistics.median(values):.2f}" for style, values in times.items())
         print(f"{name}{kind}: {', '.join(medians)}")
@@ -161,6 +177,7 @@ def compare(name: str, steps: list[tuple[str, Step]], rounds: int, turn: int) ->
     if any(sum(values) for values in sent_mb.values()):
         medians = (f"{style} {statistics.median(values):.1f}" for style, values in sent_mb.items())
         print(f"{name}, MB per step to other hosts: {', '.join(medians)}")
+    return measured
 
 
 def sent_bytes() -> int:

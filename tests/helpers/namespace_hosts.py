@@ -115,23 +115,23 @@ class Network:
             yield
 
     @contextlib.contextmanager
-    def slow(self, rate: str) -> Iterator[None]:
-        """Limit what the last host sends over each link meanwhile. rate: as for `tc`, such as "8mbit"."""
+    def slow(self, rate: str, hosts: slice = slice(-1, None)) -> Iterator[None]:
+        """Limit what `hosts` send over each link meanwhile. rate: as for `tc`, such as "8mbit"."""
         limit = f"tc qdisc add dev {{}} root tbf rate {rate} burst 64kb latency 400ms"
-        with self._changed(limit, "tc qdisc del dev {} root"):
+        with self._changed(limit, "tc qdisc del dev {} root", hosts):
             yield
 
     @contextlib.contextmanager
-    def _changed(self, change: str, repair: str) -> Iterator[None]:
-        """Run `change` for each link on the last host, and `repair` afterwards."""
-        last = self.hosts[-1]
-        for link in LINKS:
-            last.run(*change.format(link).split())
+    def _changed(self, change: str, repair: str, hosts: slice = slice(-1, None)) -> Iterator[None]:
+        """Run `change` for each link on `hosts`, by default the last one, and `repair` afterwards."""
+        links = [(host, link) for host in self.hosts[hosts] for link in LINKS]
+        for host, link in links:
+            host.run(*change.format(link).split())
         try:
             yield
         finally:
-            for link in LINKS:
-                last.run(*repair.format(link).split())
+            for host, link in links:
+                host.run(*repair.format(link).split())
 
 
 @contextlib.contextmanager

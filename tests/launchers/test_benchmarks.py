@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ..helpers.requirements import need_root
 from ..helpers.world import ROOT
 
 pytestmark = pytest.mark.timeout(300)  # every contestant's processes import torch and its compiler
@@ -118,3 +119,24 @@ def test_collectives_compare_callers(tmp_path: Path) -> None:
     names = ("allreduce", "broadcast", "allgather", "alltoall", "reducescatter")
     report = bench_json(tmp_path, "collectives", ("gloo", "dualdist torch+gloo"), "--bytes", "64")
     check_ratios(report, [f"{name} 64" for name in names])
+
+
+@pytest.mark.only_all
+def test_hosts_compares_steps_and_bytes_between_hosts(tmp_path: Path) -> None:
+    need_root()
+    file = tmp_path / "report.json"
+    chosen = ("--hosts", "2", "--ranks", "1", "--mbit", "1000", "--ways", "gloo", "--models", "small")
+    ended = subprocess.run(
+        [sys.executable, "benchmarks/hosts.py", *chosen, "--rounds", "1", "--json", str(file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (world,) = json.loads(file.read_text())["worlds"].values()
+    assert list(world["small"]) == ["DDP", "optimizer", "module"]
+    gradients = 120 * (32 * 32 + 32) * 4 / 1e6
+    for figures in world["small"].values():
+        (megabytes,) = figures["MB"]
+        assert megabytes > gradients  # of two hosts, each sends as much as a rank has
