@@ -15,8 +15,7 @@ from dualdist.errors import HorovodInternalError
 
 from .test_connections import each_of
 
-SIZES = (1, 2, 3, 8, 9, 17)
-"""Up to 8 members send their times with their calls."""
+SIZES = (1, 2, 3, 8, 17)
 
 CALL = Call(ALLREDUCE, (("shape", (2,)),), site=("train.py", 1))
 
@@ -61,8 +60,7 @@ def test_no_member_runs_a_call_that_one_member_did_not_make(size: int, odd: Pend
 
 @pytest.mark.parametrize("state", [JOINED, FAILED])
 def test_a_call_that_no_member_has_made_does_not_run(state: int) -> None:
-    for size in (2, 9):
-        assert [verdict.call for verdict in verdicts([PendingCall(state, CALL)] * size)] == [None] * size
+    assert [verdict.call for verdict in verdicts([PendingCall(state, CALL)] * 2)] == [None] * 2
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -86,7 +84,7 @@ def test_an_agreement_of_equal_calls_sends_one_message_in_each_round(monkeypatch
         return send(peer, message)
 
     monkeypatch.setattr(_Peer, "send", counted)
-    for size, rounds in ((16, 4), (17, 5), (32, 5)):
+    for size, rounds in ((2, 1), (16, 4), (17, 5), (32, 5)):
         sent.clear()
         verdicts([PendingCall(ACTIVE, CALL)] * size)
         assert len(sent) == rounds * size and len(set(sent)) == 1 and sent[0] < 64

@@ -28,21 +28,19 @@ from .connections import Connections
 
 # How the members of a process set agree when all of them make the same call, which must be fast.
 #
-# Each member sends a digest of its oldest pending call, its state (active, joined or failed), the call's count,
-# the time (for the timeline), and the call's payload. A payload is data small enough to be sent with the agreement, so
-# that a small reduction costs one exchange instead of two. If all members are active and all digests are equal, the
-# call runs. Otherwise the members exchange all their pending calls; see `match`.
+# Each member sends a digest of its oldest pending call, its state (active, joined or failed), the call's count, and the
+# call's payload. A payload is data small enough to be sent with the agreement, so that a small reduction costs one
+# exchange instead of two. If all members are active and all digests are equal, the call runs. Otherwise the members
+# exchange all their pending calls; see `match`.
 #
-# Equal messages are sent as one (connections.py), but times always differ. So in a large world the members exchange the
-# times after the calls, and only if the member that writes a timeline has asked for them. Then an agreement of n
-# members costs each of them log2(n) messages and O(log n) bytes, unless payloads, counts or calls differ.
+# Equal messages are sent as one (connections.py). Times always differ, so the members exchange them after the calls,
+# and only if the member that writes a timeline has asked for them. Then an agreement of n members costs each of them
+# log2(n) messages and O(log n) bytes, unless payloads, counts or calls differ.
 
 ACTIVE, JOINED, FAILED = range(3)
-_MESSAGE = struct.Struct("<16sB7xqq")
-"""Digest, state, the call's count, time. A large world has instead of the time: 1 to ask for it, else 0."""
+_MESSAGE = struct.Struct("<16sB?6xq")
+"""Digest, state, whether to exchange times, the call's count."""
 _TIME = struct.Struct("<q")
-_SMALL_WORLD = 8
-"""The most members that send the time with the call: one exchange of a few more bytes costs less than two."""
 _PAYLOAD_BYTES = 2048
 _PAYLOAD_BYTES_OF_ALL = 64 << 10
 
@@ -98,19 +96,16 @@ def agree(
 
     issued: as in PendingCall. needs_times: whether this member needs `Verdict.arrivals`; it may differ between members.
     """
-    digest, is_small = _digest(call.identity), connections.size <= _SMALL_WORLD
-    message = _MESSAGE.pack(digest, state, call.count, issued if is_small else needs_times)
+    digest, size = _digest(call.identity), connections.size
+    message = _MESSAGE.pack(digest, state, needs_times, call.count)
     messages = connections.allgather_messages(message + call.payload)
-    are_equal = messages.count(messages[0]) == len(messages)
-    if not (is_small or needs_times) and state == ACTIVE and are_equal:
-        every = connections.size
-        return Verdict(call, counts=(call.count,) * every, payloads=(call.payload,) * every)
-    digests, states, counts, arrivals = zip(*map(_MESSAGE.unpack_from, messages), strict=True)
-    if not is_small and any(arrivals):
+    if state == ACTIVE and not needs_times and messages.count(messages[0]) == size:
+        return Verdict(call, counts=(call.count,) * size, payloads=(call.payload,) * size)
+    digests, states, asked, counts = zip(*map(_MESSAGE.unpack_from, messages), strict=True)
+    arrivals: tuple[int, ...] = ()
+    if any(asked):
         times = connections.allgather_messages(_TIME.pack(issued))
         arrivals = tuple([time for message in times for (time,) in [_TIME.unpack(message)]])
-    elif not is_small:
-        arrivals = ()
     if set(states) == {ACTIVE} and set(digests) == {digest}:
         payloads = tuple([other[_MESSAGE.size :] for other in messages])
         return Verdict(call, counts=counts, payloads=payloads, arrivals=arrivals)
