@@ -408,12 +408,12 @@ class HorovodBackend(Backend):
         if self._elastic:
             self._notifications.remove_listener(listener)
 
-    def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
+    def new_groups(
+        self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool = False
+    ) -> list[Group]:
+        if among_members:  # Horovod makes a process set with all ranks alone
+            return self._groups_beside.make(ranks, count, exchange, among_members)
         return [self._new_group(ranks) for _ in range(count)]
-
-    def new_members_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
-        # Horovod makes a process set with all ranks alone.
-        return self._groups_beside.make(ranks, count, exchange, among_members=True)
 
     @functools.cached_property
     def _groups_beside(self) -> TorchGroups:

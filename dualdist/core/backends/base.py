@@ -254,20 +254,15 @@ class Backend(ABC):
             self.listener.close()
 
     @abstractmethod
-    def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
-        """Return `count` communicators over `ranks`. Collective over the world, also for ranks outside the groups.
+    def new_groups(
+        self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool = False
+    ) -> list[Group]:
+        """Return `count` communicators over `ranks`. Collective over the world, or over `ranks` if `among_members`.
 
         exchange: of `ranks`.
 
         Raises StallError if a rank does not arrive, BackendUnavailableError if the backend cannot connect `ranks`.
         """
-
-    def new_members_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
-        """Return what `new_groups` does. Collective over `ranks` alone.
-
-        A backend overrides it if its `new_groups` needs the other ranks.
-        """
-        return self.new_groups(ranks, count, exchange)
 
     @abstractmethod
     def open_process_group(self) -> None:

@@ -83,5 +83,7 @@ class LocalBackend(Backend):
     def shutdown(self) -> None:
         self._default_group.close()
 
-    def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
+    def new_groups(
+        self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool = False
+    ) -> list[Group]:
         return [_LocalGroup(ranks, self.rank) for _ in range(count)]

@@ -7,7 +7,6 @@ it: that ranks pass the same shapes (gloo), and call the same collectives (all).
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -246,13 +245,10 @@ class TorchBackend(Backend):
                 "Install MPI and mpi4py (pip install mpi4py), or choose gloo."
             )
 
-    def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
-        return self.start_step(functools.partial(self._groups.make, ranks, count, exchange))
-
-    def new_members_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
-        return self.start_step(
-            functools.partial(self._groups.make, ranks, count, exchange, among_members=True)
-        )
+    def new_groups(
+        self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool = False
+    ) -> list[Group]:
+        return self.start_step(lambda: self._groups.make(ranks, count, exchange, among_members))
 
     def start_step(self, step: Callable[[], T]) -> T:
         def run() -> T:

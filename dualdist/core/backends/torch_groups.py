@@ -428,12 +428,9 @@ class TorchGroups:
         self._groups: list[Group] = []
 
     def make(
-        self, ranks: Sequence[int], count: int, exchange: Exchange, *, among_members: bool = False
+        self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool = False
     ) -> list[Group]:
-        """Return `count` groups over `ranks`. Collective over the world, or over `ranks` alone if `among_members`.
-
-        exchange: of `ranks`.
-        """
+        """Return what `Backend.new_groups` does."""
         made: list[Group]
         if not self._is_direct:
             make = self._make_members_group if among_members else self._make_group

@@ -14,7 +14,7 @@ import gc
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from ..agreement.channel import Channel
 from ..agreement.connections import Connections
 from ..agreement.observers import Observation
 from ..backends import choose
-from ..backends.base import Backend, Exchange, Group
+from ..backends.base import Backend
 from ..executor import Worker
 from ..extensions import extension
 from ..launch import nodes, topology
@@ -40,7 +40,6 @@ _REPORT_BYTES = 1024
 """The length of a pickled Presence. All have the same, padded with spaces."""
 _CHECK_PEERS_SECONDS = 5.0
 """How often a rank looks for lost ranks while the host may wait for its device."""
-NewGroups = Callable[[Sequence[int], int, Exchange], list[Group]]
 
 _context: Context | None = None
 """The world that this process has joined."""
@@ -97,16 +96,16 @@ class Context:
         """Open a channel for a process set of `ranks` and return its ID. Collective over the world."""
         set_id = self._next_set
         self._next_set += 1
-        self._open_channel(set_id, ranks, self.backend.new_groups)
+        self._open_channel(set_id, ranks, among_members=False)
         return set_id
 
     def add_members_channel(self, ranks: Sequence[int]) -> int:
         """Open a channel for `ranks` and return its ID, which is negative. Collective over `ranks` alone."""
         set_id = -1 - zlib.crc32(repr(list(ranks)).encode())  # the same on all members, without a message
-        self._open_channel(set_id, ranks, self.backend.new_members_groups)
+        self._open_channel(set_id, ranks, among_members=True)
         return set_id
 
-    def _open_channel(self, set_id: int, ranks: Sequence[int], new_groups: NewGroups) -> None:
+    def _open_channel(self, set_id: int, ranks: Sequence[int], *, among_members: bool) -> None:
         backend, name, seconds = self.backend, f"set {set_id}", self.settings.start_timeout_seconds
         connections = Connections(
             backend.listener,
@@ -119,13 +118,11 @@ class Context:
         )
         try:
             exchange = functools.partial(connections.allgather_messages, seconds=seconds)
-            data, gradients = new_groups(ranks, 2, exchange)
+            data, gradients = backend.new_groups(ranks, 2, exchange, among_members)
         except BaseException:
             connections.close()
             raise
-        make_ahead = (
-            (lambda: backend.new_members_groups(ranks, 1, exchange)[0]) if backend.runs_ahead else None
-        )
+        make_ahead = (lambda: backend.new_groups(ranks, 1, exchange, True)[0]) if backend.runs_ahead else None
         self.channels[set_id] = Channel(
             name,
             connections,
