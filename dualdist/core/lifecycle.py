@@ -1,22 +1,36 @@
-"""init and shutdown."""
+"""init and shutdown: joining a world, comparing it with what was launched, and leaving it."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from ..errors import ConfigurationError
+import torch
+
+from ..errors import ConfigurationError, WorldMismatchError, logger
+from . import accelerator
+from .backends import choose
+from .backends.base import Backend
 from .checks import configuration, integer, items, number, text, wrong
 from .extensions import extension, needed
-from .launch import launch_from
-from .launch.environment import read_settings, without_copies
-from .meeting import mpi_size
-from .types import NEVER_SECONDS
-from .world.context import current, is_forked, is_initialized, join_world, leave_world
+from .launch import DeviceView, choose_devices, launch_from, nodes, topology
+from .launch.environment import (
+    add_copies,
+    read_settings,
+    remove_copies,
+    torchrun_variables,
+    without_copies,
+)
+from .meeting.addresses import own_node
+from .meeting.server import reserved_port
+from .types import NEVER_SECONDS, Launch, Settings
+from .world.context import Context, current, enter_world, is_forked, is_initialized, leave_world
 from .world.process_sets import ProcessSet, forget_world, is_communicator, register_world
 
 _joining = threading.RLock()
@@ -72,30 +86,20 @@ def init(
             fix = "Pass a timedelta, or seconds."
             timeout = number("timeout", timeout, above=0, most=NEVER_SECONDS, fix=fix)
     with _joining:
-        if is_initialized() and not is_forked():
+        if is_initialized():
             _check_joined(backend=backend, transport=transport, rank=rank, world_size=world_size)
             return
         env = without_copies(os.environ)
         if timeout is not None:
             env["DUALDIST_STALL_TIMEOUT_SECONDS"] = str(timeout)
         settings = read_settings(env)
-        seconds = settings.start_timeout_seconds
-        with contextlib.ExitStack() as stack:
-            mpi = extension("mpi")
-            limit = None if mpi is None else stack.enter_context(mpi.limited_start(env, seconds))
-            place = {"init_method": init_method, "rank": rank, "size": world_size}
-            launch = launch_from(place, env, mpi_size)
-            if limit is not None:
-                limit.announce(launch)
-            if comm is not None:
-                launch = stack.enter_context(needed("part_of_world")(comm, launch, env, seconds))
+        place = {"init_method": init_method, "rank": rank, "size": world_size}
+        launched = needed("launched") if comm is not None else extension("launched") or _launched
+        with launched(place, env, settings.start_timeout_seconds, comm) as launch:
             context = join_world(backend, transport, launch, env, settings)
         context.arguments = given | {"comm": comm, "process_sets": sets}  # lists, since iterators have ended
         try:
             register_world(sets, comm)
-            if context.opens_process_group:
-                context.backend.open_process_group()
-            context.backend.finish_start()
         except BaseException:
             shutdown()
             raise
@@ -126,6 +130,14 @@ def _checked(comm: Any, process_sets: Any, backend: Any, transport: Any) -> tupl
     return comm, sets
 
 
+@contextlib.contextmanager
+def _launched(
+    place: Mapping[str, Any], env: Mapping[str, str], seconds: float, comm: None
+) -> Iterator[Launch]:
+    """Yield the launch that `place` and `env` describe. With MPI, mpi/part_of_world.py does it."""
+    yield launch_from(place, env)
+
+
 def _check_joined(**given: str | int | None) -> None:
     """Raise ConfigurationError unless the joined world is as `given`; None: as it is."""
     joined = current().backend
@@ -140,6 +152,91 @@ def _check_joined(**given: str | int | None) -> None:
             rule = f"{own[name]!r}, as in the world that is joined"
             fix = "Call shutdown() before you join another one."
             raise wrong(name, rule, value, fix, ConfigurationError)
+
+
+def join_world(
+    asked: str | None, transport: str | None, launch: Launch, env: Mapping[str, str], settings: Settings
+) -> Context:
+    """Join the world that `launch` describes. Collective. asked: the backend. settings: those in `env`."""
+    if launch.ignored:
+        logger.warning(
+            "%s is ignored: no launcher started this process, so it trains alone. Start it with srun, "
+            "torchrun or `dualdist run`, or unset it.",
+            ", ".join(launch.ignored),
+        )
+    chosen = choose(asked, transport, launch, env)
+    backend = chosen.backend.start(launch, settings, env, chosen.transport)
+    context = Context(backend, launch, settings)
+    try:
+        _check_numbers(launch, backend)
+        if context.opens_process_group:
+            backend.open_process_group()
+        _finish_start(context)
+    except BaseException:
+        context.close()
+        raise
+    enter_world(context)
+    if backend.rank == 0:
+        logger.info(
+            "dualdist runs on %s (%s), %s; %d processes, rank from %s; rank 0 is at %s.",
+            backend.name,
+            backend.transport,
+            chosen.reason,
+            backend.size,
+            launch.sources.get("rank", launch.launcher),
+            backend.address,
+        )
+    return context
+
+
+def _check_numbers(launched: Launch, joined: Backend) -> None:
+    """Raise WorldMismatchError if the backend has joined another world than the launcher has started. Local."""
+    has_numbers = launched.by_launcher and not launched.elastic
+    if has_numbers and (launched.size, launched.rank) != (joined.size, joined.rank):
+        what, field = ("Rank", "rank") if launched.size == joined.size else ("World size", "size")
+        raise WorldMismatchError(
+            f"{what} must be the {launched.describe(field)} that {launched.launcher} has set, but is "
+            f"{getattr(joined, field)} instead in {joined.name}. This process is rank {joined.rank} of "
+            f"{joined.size} there and should be rank {launched.describe('rank')} of {launched.size}. "
+            "Do not start the backend before dualdist.init(), or start it with all ranks. Start MPI with the "
+            "mpirun of the library that the backend was built for."
+        )
+
+
+def _finish_start(context: Context) -> None:
+    """Let each rank report where it runs and what it has there, and set this process's numbers. Collective."""
+    launch, backend, names = context.launch, context.backend, accelerator.visible()
+    master = (backend.address, context.at_end.enter_context(reserved_port())) if backend.rank == 0 else None
+    devices = hashlib.sha256(repr(names).encode()).hexdigest()[:8], len(names)
+    own = own_node(), launch.local_rank, devices, context.observation.contact, master
+    reports = [json.loads(text) for text in backend.finish_start(json.dumps(own))]
+    context.hosts, local_ranks, seen, contacts, masters = zip(*reports, strict=True)
+    context.observation.start(contacts)
+    if (mpi := extension("mpi")) is not None:
+        mpi.warn_of_smaller_world(backend.rank, backend.size, launch.launcher)
+    places = list(zip(context.hosts, local_ranks, strict=True))
+    views = [
+        DeviceView(*place, [f"{name}.{index}" for index in range(count)])
+        for place, (name, count) in zip(places, seen, strict=True)
+    ]
+    index = choose_devices(views)[backend.rank]
+    chosen = torch.device("cpu") if index is None else torch.device(str(accelerator.kind()), index)
+    context.device, context.world = backend.device or chosen, topology(places)[backend.rank]
+    context.at_end.enter_context(_exported(torchrun_variables(context.world, nodes(places), masters[0])))
+
+
+@contextlib.contextmanager
+def _exported(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set those of `variables` that are absent or empty in the environment, in the `with` block.
+
+    For frameworks and scripts that look for torchrun's variables. Users often export MASTER_* alone.
+    """
+    added = {name: value for name, value in variables.items() if not os.environ.get(name)}
+    add_copies(added, os.environ)
+    try:
+        yield
+    finally:
+        remove_copies(added, os.environ)
 
 
 def shutdown() -> None:

@@ -467,8 +467,8 @@ class HorovodBackend(Backend):
     def start_step(self, step: Callable[[], T]) -> T:
         return self._connect(step, self._meeting, self.rank, self._timeout)
 
-    def finish_start(self) -> None:
-        super().finish_start()
+    def finish_start(self, report: str) -> list[str]:
+        reports = super().finish_start(report)
         if self._controller() == "gloo" and self.size > 1:
             report_before_abort(lambda: f"rank {self.rank}: {self._groups[0].find_cause()}")
         self._timeout = self._settings.stall_timeout_seconds
@@ -476,6 +476,7 @@ class HorovodBackend(Backend):
         self._default_group.set_timeout(timeout)
         for group in self._groups:
             group.set_timeout(timeout)
+        return reports
 
     def open_process_group(self) -> None:
         if dist.is_initialized():

@@ -17,12 +17,26 @@ from ..core.meeting.server import reserved_port
 from ..core.types import Launch
 from ..core.world.process_sets import is_communicator
 from ..errors import ConfigurationError
-from .meeting import MpiBoard, ending_late_calls, library
+from .meeting import MpiBoard, ending_late_calls, library, limited_start, world_size
 
 
 @contextlib.contextmanager
-def part_of_world(comm: Any, launch: Launch, env: Mapping[str, str], seconds: float) -> Iterator[Launch]:
-    """Yield the launch of the world of `comm`, which the block joins. Collective over `comm`.
+def launched(place: Mapping[str, Any], env: Mapping[str, str], seconds: float, comm: Any) -> Iterator[Launch]:
+    """Yield the launch that `place` and `env` describe, or its part with the processes of `comm`, if that is not None.
+
+    The block joins its world. Collective if MPI starts, or if `comm` is given. place: as in `launch_from`. seconds: to
+    wait for another process in calls of MPI, also in those of the block.
+    """
+    with limited_start(env, seconds) as limit:
+        launch = launch_from(place, env, world_size)
+        limit.announce(launch)
+        with contextlib.nullcontext(launch) if comm is None else _part_of(comm, launch, env, seconds) as part:
+            yield part
+
+
+@contextlib.contextmanager
+def _part_of(comm: Any, launch: Launch, env: Mapping[str, str], seconds: float) -> Iterator[Launch]:
+    """Yield the launch of the world of `comm`. Collective over `comm`.
 
     comm: an mpi4py communicator or a list of ranks of `launch`. seconds: to wait for another member.
     Raises ConfigurationError when this process is not in `comm`, or its members cannot meet.

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
 
 from ..core.agreement.observers import Observation, Observer, Pending
 from ..core.backends.base import Backend
 from ..core.checks import flag, path
 from ..core.collectives.objects import allgather_object
 from ..core.launch.environment import is_on
+from ..core.meeting.addresses import own_node
 from ..core.types import Settings
 from ..core.world.context import current
+from ..errors import logger
 from .dump import Dump
 from .report import combined, write
 from .status import Contact
@@ -23,13 +28,12 @@ from .timeline import Timeline
 class WorldObservation(Observation):
     """The observers of one world."""
 
-    contact: Contact | None
-
     def __init__(self, backend: Backend, settings: Settings) -> None:
         self._env = settings.env
         self.watch = StallWatch(backend.rank, backend.size, backend.address, settings)
         self.usage = self.watch.usage
-        self.contact = None if self.watch.server is None else self.watch.server.contact
+        server = self.watch.server
+        self.contact = None if server is None else server.contact, CpuThreads.of_this_process()
         self.timeline = Timeline(backend)
         self._dump: Dump | None = None
 
@@ -37,9 +41,12 @@ class WorldObservation(Observation):
         watched = self.watch.add_channel(name, ranks, pending)
         return [watched] if pending is None else [watched, self.usage, self.timeline.of_channel(name, ranks)]
 
-    def start(self, contacts: Sequence[Contact | None]) -> None:
-        self.watch.start([contact for contact in contacts if contact is not None])
-        self._dump = Dump(self.watch, self._env.get("DUALDIST_DUMP_DIR"), repr(contacts[0]))
+    def start(self, contacts: Sequence[Any]) -> None:
+        servers = [server and Contact(*server) for server, _ in contacts]
+        self.watch.start([server for server in servers if server is not None])
+        self._dump = Dump(self.watch, self._env.get("DUALDIST_DUMP_DIR"), repr(servers[0]))
+        if self.watch.rank == 0:
+            warn_of_too_many_threads(CpuThreads(*threads) for _, threads in contacts)
         if is_on(self._env, "DUALDIST_SUMMARY") or (self.watch.slow_share or 1) < 1:
             self.usage.measure_loading()
         self.timeline.open_if_asked(self._env)
@@ -59,6 +66,43 @@ class WorldObservation(Observation):
         self.watch.abandon()
         if self._dump is not None:
             self._dump.close(is_forked=True)
+
+
+# Warns when the processes of a host start more threads than it has CPUs, which can make training several times slower.
+#
+# torchrun, `dualdist run` and `spawn` set OMP_NUM_THREADS. mpirun, srun and horovodrun do not, so each of their
+# processes starts one thread per CPU.
+
+
+class CpuThreads(NamedTuple):
+    """The threads of a process, and the CPUs that it may use."""
+
+    host: str
+    """As `own_node` names it."""
+    threads: int
+    cpus: int
+    first_cpu: int
+    """The lowest number among the CPUs. Processes that are bound to other CPUs differ in it."""
+
+    @classmethod
+    def of_this_process(cls) -> CpuThreads:
+        """Return those of this process. The number of threads is 0 if the user has set OMP_NUM_THREADS."""
+        cpus = os.sched_getaffinity(0)
+        threads = 0 if os.environ.get("OMP_NUM_THREADS") else torch.get_num_threads()
+        return cls(own_node(), threads, len(cpus), min(cpus))
+
+
+def warn_of_too_many_threads(processes: Iterable[CpuThreads]) -> None:
+    """Log one warning if, on a host, processes that share CPUs have more threads than CPUs. Local."""
+    for mine, count in Counter(processes).items():
+        if count > 1 and mine.threads * count > mine.cpus:
+            best = max(1, mine.cpus // count)
+            logger.warning(
+                "On %s, %d processes with %d threads each share %d CPUs. This can make training several times slower. "
+                "Set OMP_NUM_THREADS=%d for all processes (with Open MPI: mpirun -x OMP_NUM_THREADS=%d).",
+                *(mine.host.rpartition("-")[0], count, mine.threads, mine.cpus, best, best),
+            )
+            return
 
 
 def _observation() -> WorldObservation:

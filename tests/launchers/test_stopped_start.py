@@ -63,10 +63,10 @@ BEFORE = [(backend, "before") for backend in BACKENDS]
 DURING = [
     ("torch-mpi", "dualdist.mpi.meeting.MpiBoard.read"),
     ("torch-mpi", "dualdist.mpi.transport.mpi.unfinished"),
-    ("torch-mpi", "dualdist.core.world.presence.Presence.of_this_process"),
-    ("torch-gloo", "dualdist.core.world.presence.Presence.of_this_process"),
+    ("torch-mpi", "dualdist.core.lifecycle.own_node"),
+    ("torch-gloo", "dualdist.core.lifecycle.own_node"),
     ("horovod-mpi", "dualdist.horovod.group.hvd.init"),
-    ("horovod-mpi", "dualdist.core.world.presence.Presence.of_this_process"),
+    ("horovod-mpi", "dualdist.core.lifecycle.own_node"),
 ]
 Outputs = Mapping[tuple[str, str], Future[str]]
 

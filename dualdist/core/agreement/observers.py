@@ -125,7 +125,7 @@ class Observation:
     """Makes the observers of one world. This one makes none."""
 
     contact: Any = None
-    """What `start` gets of this rank."""
+    """What `start` gets of this rank, in types of JSON."""
 
     def observers(self, name: str, ranks: tuple[int, ...], pending: Pending | None) -> Sequence[Observer]:
         """Return those of the channel `name`, of these global ranks.

@@ -237,16 +237,18 @@ class Backend(ABC):
         if self._meeting is not None:
             self._meeting.check(cause)
 
-    def finish_start(self) -> None:
-        """From now on, wait `stall_timeout_seconds` for other ranks, not `start_timeout_seconds`. Collective.
+    def finish_start(self, report: str) -> list[str]:
+        """Return every rank's `report`, in rank order. Collective. Called once, when all groups are connected.
 
-        Called once, when `init` has joined the world.
+        From now on, wait `stall_timeout_seconds` for other ranks, not `start_timeout_seconds`.
         """
-        if self._meeting is not None:
-            # A rank that ends at once must not close connections that others still make.
-            self._meeting.gather("")
-            self._meeting.close(started=True)
-            self._meeting = None
+        if self._meeting is None:
+            return [report]
+        # A rank that ends at once must not close connections that others still make.
+        reports = self._meeting.gather(report)
+        self._meeting.close(started=True)
+        self._meeting = None
+        return reports
 
     def abandon(self) -> None:
         """In a forked process, keep its exit from affecting the parent's world. Local."""

@@ -267,15 +267,15 @@ class TorchBackend(Backend):
         seconds = self._settings.start_timeout_seconds if self.transport == "mpi" else None
         return self._meeting.wait_for(in_thread(run), seconds)
 
-    def finish_start(self) -> None:
-        super().finish_start()
+    def finish_start(self, report: str) -> list[str]:
+        reports = super().finish_start(report)
         timeout = timedelta(seconds=self._settings.stall_timeout_seconds)
-        if timeout == self._timeout:
-            return
-        self._timeout = timeout
-        self.store.set_timeout(timeout)
-        self._default_group.set_timeout(timeout)
-        self._groups.set_timeout(timeout)
+        if timeout != self._timeout:
+            self._timeout = timeout
+            self.store.set_timeout(timeout)
+            self._default_group.set_timeout(timeout)
+            self._groups.set_timeout(timeout)
+        return reports
 
     def open_process_group(self) -> None:
         if dist.is_initialized():

@@ -47,12 +47,6 @@ def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = 
     return None
 
 
-def mpi_size() -> int:
-    """Return the size of MPI's world, 0 when MPI is not usable here. Starts MPI."""
-    mpi = extension("mpi")
-    return 0 if mpi is None else mpi.world_size()
-
-
 def no_board(launch: Launch, otherwise: str) -> ConfigurationError:
     """Return the error of ranks that have no board. otherwise: what else to do than to give an address."""
     return ConfigurationError(

@@ -1,4 +1,4 @@
-"""The world that this process has joined, and joining and leaving it.
+"""The world that this process has joined, and leaving it. lifecycle.py joins it.
 
 `_context` and `_inherited` are the only mutable globals in world/. Everything that belongs to a joined world, such as
 the registered process sets, is in its Context. The script's own ProcessSet objects change, too: their IDs, and the
@@ -12,7 +12,6 @@ import contextlib
 import functools
 import gc
 import os
-import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -20,24 +19,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...errors import HorovodInternalError, NotInitializedError, logger
+from ...errors import HorovodInternalError, NotInitializedError
 from .. import process_exit
 from ..agreement.channel import Channel
 from ..agreement.connections import Connections
 from ..agreement.observers import Observation
-from ..backends import choose
 from ..backends.base import Backend
 from ..executor import Worker
 from ..extensions import extension
-from ..launch import nodes, topology
-from ..launch.environment import torchrun_variables
-from ..meeting.server import reserved_port
 from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective
 from ..types import Launch, Settings, World
-from .presence import Presence, check_numbers, device_of, exported, warn_of_too_many_threads
 
-_REPORT_BYTES = 1024
-"""The length of a pickled Presence. All have the same, padded with spaces."""
 _CHECK_PEERS_SECONDS = 5.0
 """How often a rank looks for lost ranks while the host may wait for its device."""
 
@@ -67,8 +59,10 @@ class Context:
         """The channel of each process set, by its ID."""
         self.process_sets: dict[int, Any] = {}
         """The registered ProcessSet objects, by their ID. See process_sets.py."""
+        # These three are known when all ranks have reported where they run, before `init` returns.
+        self.world: World
         self.device = torch.device("cpu")
-        """The accelerator of this process, chosen when the ranks have met; the CPU if it sees none."""
+        """The accelerator of this process; the CPU if it sees none."""
         self.hosts: Sequence[str] = ()
         """The host of each rank, as `own_node` names it."""
         self.join_device_index: int | None = None
@@ -76,18 +70,17 @@ class Context:
         self._next_set = 0
         self.at_leave = contextlib.ExitStack()
         """What others undo before the channels are closed."""
-        self._undo = contextlib.ExitStack()
-        """What `close` undoes."""
+        self.at_end = contextlib.ExitStack()
+        """What they undo after the backend was shut down."""
         self.observation = Observation()
         try:
             if (observation := extension("observation")) is not None:
                 self.observation = observation(backend, settings)
             self.add_channel(range(backend.size))
-            self.world = self._confirm_world()
             if backend.runs_ahead:
                 looking = Worker(self.check_peers, "dualdist-peers")
                 looking.wake()
-                self._undo.callback(looking.stop, 0)
+                self.at_end.callback(looking.stop, 0)
         except BaseException:
             self.close()
             raise
@@ -154,7 +147,7 @@ class Context:
         """Leave the world."""
         # The stack calls these functions, the last one first, even if one raises.
         with contextlib.ExitStack() as stack:
-            stack.callback(self._undo.close)
+            stack.callback(self.at_end.close)
             stack.callback(self.backend.shutdown)
             stack.callback(self.observation.close)
             for channel in self.channels.values():
@@ -172,29 +165,6 @@ class Context:
         self.observation.abandon()
         for channel in self.channels.values():
             channel.abandon()
-
-    def _confirm_world(self) -> World:
-        """Return this process's numbers. Collective. Raises WorldMismatchError if the backend joined another world."""
-        launched, joined = self.launch, self.backend
-        check_numbers(launched, joined)
-        master = (joined.address, self._undo.enter_context(reserved_port())) if joined.rank == 0 else None
-        mine = Presence.of_this_process(launched.local_rank, self.observation.contact, master)
-        group = self.channels[0].group
-        report = pickle.dumps(mine).ljust(_REPORT_BYTES)
-        answers = joined.start_step(lambda: group.allgather_bytes(report))
-        ranks: list[Presence] = [pickle.loads(answer) for answer in answers]
-        self.observation.start([rank.contact for rank in ranks])
-        self.hosts = [rank.host for rank in ranks]
-        if (mpi := extension("mpi")) is not None:
-            mpi.warn_of_smaller_world(joined.rank, joined.size, launched.launcher)
-        if joined.rank == 0:
-            warn_of_too_many_threads((rank.host, rank.threads) for rank in ranks)
-        self.device = joined.device or device_of(joined.rank, [rank.view for rank in ranks])
-        places = [(rank.host, rank.local_rank) for rank in ranks]
-        world = topology(places)[joined.rank]
-        assert ranks[0].master is not None
-        self._undo.enter_context(exported(torchrun_variables(world, nodes(places), ranks[0].master)))
-        return world
 
 
 def _abort(channels: Mapping[int, Channel], backend: Backend, failed: Channel | None = None) -> None:
@@ -247,44 +217,12 @@ def _why_outside() -> str:
     )
 
 
-def join_world(
-    backend: str | None,
-    transport: str | None,
-    launch: Launch,
-    env: Mapping[str, str],
-    settings: Settings,
-) -> Context:
-    """Join the world that `launch` describes. Collective.
-
-    settings: those in `env`.
-
-    Raises NotInitializedError in a process that was forked from a rank.
-    """
+def enter_world(context: Context) -> None:
+    """Let `context` be the joined world, until this process ends or calls `leave_world`."""
     global _context
-    if _inherited is not None:
-        return current()
-    if launch.ignored:
-        logger.warning(
-            "%s is ignored: no launcher started this process, so it trains alone. Start it with srun, "
-            "torchrun or `dualdist run`, or unset it.",
-            ", ".join(launch.ignored),
-        )
-    chosen = choose(backend, transport, launch, env)
-    started = chosen.backend.start(launch, settings, env, chosen.transport)
-    _context = Context(started, launch, settings)
+    _context = context
     process_exit.world_has_failed = False
     atexit.register(leave_world)  # torch 2.13 aborts if a gloo group still exists when Python ends
-    if started.rank == 0:
-        logger.info(
-            "dualdist runs on %s (%s), %s; %d processes, rank from %s; rank 0 is at %s.",
-            started.name,
-            started.transport,
-            chosen.reason,
-            started.size,
-            launch.sources.get("rank", launch.launcher),
-            started.address,
-        )
-    return _context
 
 
 def leave_world() -> None:
