@@ -136,7 +136,9 @@ class Reduction(NamedTuple):
 
     def describe(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return the arguments of a reduction of `tensors` for its Call, in the order in which errors show them."""
-        return _described(tuple(map(_shape_and_dtype, tensors)), tensors[0].device.type, self)
+        # `device` costs ten times as much as `is_cpu`.
+        kind = "cpu" if tensors[0].is_cpu else tensors[0].device.type
+        return _described(tuple(map(_shape_and_dtype, tensors)), kind, self)
 
 
 _shape_and_dtype = operator.attrgetter("shape", "dtype")
@@ -233,19 +235,20 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
     Not with `numpy()`: after it, torch refuses for ever to resize the tensor's memory, which may be the user's.
     """
-    sent = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    sent = tensor if is_plain else tensor.detach().resolve_conj().resolve_neg().contiguous()
     return ctypes.string_at(sent.data_ptr(), sent.nbytes)
 
 
 def payload_of(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> bytes:
     """Return the prescaled numbers of `tensors`, to be sent with the agreement. b"": they cannot be sent with it."""
     first = tensors[0]
-    if first.device.type != "cpu" or reduction.op == Adasum:
+    if not first.is_cpu or reduction.op == Adasum:
         return b""
     if len(tensors) > 1 and any(tensor.dtype != first.dtype for tensor in tensors):
         return b""
     dtype = _wire_dtype(first.dtype, group, reduction)
-    numel = sum(map(torch.numel, tensors)) * (2 if first.is_complex() else 1)
+    numel = sum([tensor.numel() for tensor in tensors]) * (2 if first.is_complex() else 1)
     if numel * dtype.itemsize > payload_capacity(group.size):
         return b""
     if len(tensors) == 1 and dtype is first.dtype and reduction.prescale_factor == 1.0:
