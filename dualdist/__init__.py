@@ -47,6 +47,7 @@ extensions.register(
         "process_manager": "dualdist.exec.export:process_managers_board",
         "sharding": "dualdist.sharding.checkpoints",
         "shared_memory": "dualdist.shared_memory:share_host",
+        "slurm_board": "dualdist.slurm:slurm_board",
         "streams": "dualdist.devices.streams",
         "torch_groups": "dualdist.sharding.meshes",
     }

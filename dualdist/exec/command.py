@@ -20,9 +20,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..core.launch.detect import numbers_in
 from ..core.types import World
 from ..errors import ConfigurationError
+from ..slurm import numbers_in
 from .export import export_environment
 
 

@@ -39,6 +39,7 @@ NAMES = {
     "samplers": {"DistributedSampler", "elastic", "samplers", "split_by_rank"},
     "seeding": {"seed_everything", "seeding"},
     "sharding": {"device_mesh"},
+    "slurm": {"run", "spawn"},  # which read its lists of hosts
     "sparse_allreduce": {"sparse_allreduce_async"},
     "sync_batch_norm": {"SyncBatchNorm"},
     "torch_ddp": {"DistributedDataParallel"},

@@ -8,9 +8,8 @@ a launcher trains alone only if it carries no mark of one. The tables are in lau
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -342,11 +341,6 @@ def _is_explained(mark: Mark, row: Launcher | None, env: Mapping[str, str]) -> b
     return row is not None and not {row.name, *row.inside}.isdisjoint(mark.rows)
 
 
-# Short forms of lists of numbers and of host names, as Slurm, Flux and Linux write them.
-
-_PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
-
-
 def node_counts(text: str) -> list[int] | None:
     """Return a number for each node from a list such as 4(x2),3, which is 4, 4, 3. None for any other form."""
     counts: list[int] = []
@@ -356,25 +350,6 @@ def node_counts(text: str) -> list[int] | None:
             return None
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-def host_names(text: str) -> list[str]:
-    """Return the names in a list such as node[07-08,20],gpu1, which is node07, node08, node20, gpu1."""
-    entries = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text)
-    return [name for entry in entries for name in _expanded(entry)]
-
-
-def _expanded(entry: str) -> Iterator[str]:
-    parts = [list(numbers_in(ranges)) if ranges else [text] for ranges, text in _PART.findall(entry)]
-    return map("".join, itertools.product(*parts))
-
-
-def numbers_in(ranges: str) -> Iterator[str]:
-    """Yield the numbers in a list such as 07-08,20, with their leading zeros."""
-    for item in filter(None, ranges.split(",")):
-        first, _, last = item.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            yield f"{number:0{len(first)}d}"
 
 
 # A launch that the arguments of `init` describe, alone or on top of what the environment says.

@@ -17,7 +17,7 @@ from ..extensions import extension
 from ..launch import is_one_host
 from ..launch.environment import RENDEZVOUS
 from ..types import Launch
-from .boards import Board, LaunchersBoard, given_board, has_first_host, one_host_board, slurm_board
+from .boards import Board, LaunchersBoard, given_board, one_host_board
 
 
 def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = True) -> Board | None:
@@ -42,9 +42,8 @@ def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = 
             return cast(Board, mpi.MpiBoard(launch, env))
     if is_one_host(launch):
         return one_host_board(launch, env)
-    if has_first_host(env):
-        return slurm_board(launch.rank, env)
-    return None
+    slurm_board = extension("slurm_board")
+    return None if slurm_board is None else cast("Board | None", slurm_board(launch.rank, env))
 
 
 def no_board(launch: Launch, otherwise: str) -> ConfigurationError:

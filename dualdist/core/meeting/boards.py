@@ -13,10 +13,8 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import secrets
 import socket
-import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +23,6 @@ from urllib.parse import urlsplit
 
 from ...errors import ConfigurationError
 from ..launch import is_one_host
-from ..launch.detect import host_names
 from ..launch.environment import RENDEZVOUS, secret_in
 from ..types import Launch
 from .addresses import INTERFACE, LOOPBACK, candidates, own_node
@@ -329,51 +326,3 @@ def one_host_board(launch: Launch, env: Mapping[str, str]) -> Board:
             "identify their job by it, but is not. Share the host's process IDs with containers, or set MASTER_ADDR "
             "and MASTER_PORT for every process."
         ) from error
-
-
-# Where the ranks of a Slurm step on several hosts meet: Slurm itself carries no message between them.
-#
-# A step's variables name its first host, where rank 0 runs (srun's block and cyclic distributions), but no port. So a
-# few ports are computed from the IDs of job and step. Rank 0 serves at the first one that is free on all its addresses.
-# The others try all of them; they recognise rank 0 because its server proves that it knows the secret.
-
-_NODES = "SLURM_STEP_NODELIST"
-_LOWEST_PORT, _PORTS, _TRIES = 20000, 10000, 8
-"""The lowest port, the number of ports, and how many to try. All are below the ports that Linux itself assigns."""
-_SCONTROL_SECONDS = 10.0
-
-
-def has_first_host(env: Mapping[str, str]) -> bool:
-    """Return whether `env` names the step's first host, which `slurm_board` needs."""
-    return bool(env.get("SLURM_STEP_ID") and env.get(_NODES))
-
-
-def slurm_board(rank: int, env: Mapping[str, str]) -> Board:
-    """Return the board of the step's first host. Without DUALDIST_SECRET, the job's IDs are the secret."""
-    job = "/".join(env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
-    digest = hashlib.sha256(job.encode()).digest()
-    start = int.from_bytes(digest[:4], "big")
-    ports = [_LOWEST_PORT + (start + 1237 * number) % _PORTS for number in range(_TRIES)]
-    first = host_names(env[_NODES])[0]
-    is_there = rank == 0 or env.get("SLURM_NODEID") == "0"
-    return KnownBoard(
-        ServerAddress([LOOPBACK if is_there else node_address(first)], ports, secret_in(env) or digest),
-        f"{first}, the first host of {_NODES}",
-        "Start MPI with srun --mpi=pmix, or set MASTER_ADDR and MASTER_PORT for every process.",
-        [LOOPBACK, *candidates(env)] if rank == 0 else [],
-    )
-
-
-def node_address(node: str) -> str:
-    """Return an address of `node`. Ask Slurm if only Slurm knows the name."""
-    with contextlib.suppress(OSError, UnicodeError):
-        return socket.gethostbyname(node)
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["scontrol", "show", "node", node]
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=True
-        )
-        found = re.search(r"\bNodeAddr=(\S+)", answer.stdout)
-        if found:
-            return found[1]
-    return node
