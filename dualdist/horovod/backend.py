@@ -468,7 +468,11 @@ class HorovodBackend(Backend):
         return self._connect(step, self._meeting, self.rank, self._timeout)
 
     def finish_start(self, report: str) -> list[str]:
-        reports = super().finish_start(report)
+        try:
+            reports = super().finish_start(report)
+        except BaseException:  # KeyboardInterrupt, too
+            never_shut_down()
+            raise
         if self._controller() == "gloo" and self.size > 1:
             report_before_abort(lambda: f"rank {self.rank}: {self._groups[0].find_cause()}")
         self._timeout = self._settings.stall_timeout_seconds
