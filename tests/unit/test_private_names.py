@@ -36,7 +36,7 @@ PRIVATE_NAMES = {
         _abort_process_group _active_ddp_module _autograd _buffers _call_end_callbacks_on_jit_fut _cdata
         _current_autograd_node
         _current_graph_task_id _ddp_params_and_buffers_to_ignore _dynamo _execution_engine
-        _foreach_copy_ _fsdp_flattened _get_accelerator _get_data_parallel_params _get_default_store
+        _foreach_copy_ _fsdp_flattened _get_accelerator _get_data_parallel_params _get_default_store _hash_ranks_to_str
         _in_backward_optimizers _load_from_state_dict _metadata _modules _parameters
         _post_accumulate_grad_hooks
         _profiler_enabled _pytree _record_function_with_args_enter _register_fused_optim
@@ -77,7 +77,8 @@ PATCHES = {
     "horovod/__init__.py": {"sys.meta_path[:] = ": "compat has the name horovod, which its backend needs"},
     "mpi/transport.py": {"_not_recorded.add(": "torch's flight recorder ends groups that are in Python"},
     "core/backends/torch_groups.py": {
-        "torch_world.group_count = ": "groups that only their members make need names"
+        "c10d._hash_ranks_to_str = ": "groups that only their members make need equal names",
+        "torch_world.group_count = ": "the other ranks do not count such a group",
     },
     "torch_ddp/hooks.py": {"handle.remove()": "torch's hooks would step on gradients of one rank"},
     "checkpoint/signals.py": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dualdist.core import accelerator
-from dualdist.core.backends import check_transport, torch_interface
+from dualdist.core.backends import check_transport, torch_groups, torch_interface
 from dualdist.core.backends import torch as backend_module
 from dualdist.core.backends.torch import Offer, TorchBackend, agreed_transport
 from dualdist.core.backends.torch_groups import TorchGroups
@@ -132,6 +133,23 @@ def test_a_group_of_some_ranks_does_not_split_the_communicator_of_all(
     groups.make([0], 1, lambda text: [text], among_members=True)
     assert seen == [None, device, True]
     assert world.bound_device_id == device
+
+
+@pytest.mark.parametrize("adopted", ["gloo"], indirect=True)
+def test_a_group_has_the_same_name_on_all_members_whatever_other_groups_they_are_in(
+    adopted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The functions of torch are doubles. Up to torch 2.13, the name depends on the groups in which a rank is."""
+    others, names = list[str](), list[str]()
+    c10d: Any = dist.distributed_c10d
+    monkeypatch.setattr(c10d, "_hash_ranks_to_str", lambda ranks: f"{ranks} {len(others)}")
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: names.append(c10d._hash_ranks_to_str(ranks)))
+    for _ in range(2):
+        monkeypatch.setattr(torch_groups, "_members_groups_made", Counter())
+        groups = TorchGroups(0, CUDA, None, ["a"], dist.HashStore(), timedelta(minutes=1), {})
+        groups.make([0], 2, lambda text: [text], among_members=True)
+        others.append("of this rank and another one")
+    assert names[:2] == names[2:] and len(set(names)) == 2
 
 
 @pytest.mark.parametrize("adopted", ["gloo"], indirect=True)

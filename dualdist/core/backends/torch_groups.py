@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import hashlib
 import inspect
 import math
 import secrets
@@ -238,8 +239,8 @@ def _abort_device_part(process_group: Any, device: torch.device) -> None:
 
 # Process groups that their members make without the other ranks, and without torch.distributed's list of groups.
 #
-# torch.distributed.new_group names such a group after the number of groups that the process has made. The members of a
-# group would use different names if they have made different numbers of groups.
+# torch.distributed.new_group names such a group after the number of groups that the process has made, or is in. The
+# members of a group would use different names if these numbers differ.
 
 _DIRECT_KINDS = ("gloo", "mpi4py")
 """torch's names of the backends that DirectGroup supports."""
@@ -396,8 +397,8 @@ def allow_open_files(size: int) -> None:
 
 _members_groups_made: Counter[tuple[int, ...]] = Counter()
 """How many groups this process has made among the members alone, for each tuple of ranks."""
-_FIRST_MEMBERS_GROUP = 1_000_000
-"""Above the numbers of all groups that all ranks make together."""
+_hash_ranks = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
+"""Names a group that only its members make. None in torch 2.4, which hashes the ranks alone."""
 
 
 def _config_text(config: Mapping[str, str]) -> str:
@@ -456,21 +457,24 @@ class TorchGroups:
         return self._group(ranks, process_group if self._rank in ranks else None)
 
     def _make_members_group(self, ranks: Sequence[int]) -> TorchGroup:
-        # torch numbers the groups of a process, and names each by its number. Other ranks do not count this one.
-        torch_world, key = dist.distributed_c10d._world, tuple(ranks)
+        c10d: Any = dist.distributed_c10d
+        torch_world, key = c10d._world, tuple(ranks)
         world: Any = dist.group.WORLD
         before, bound = torch_world.group_count, world.bound_device_id
         _members_groups_made[key] += 1
+        name = hashlib.sha1(f"{key} {_members_groups_made[key]}".encode(), usedforsecurity=False).hexdigest()
         # torch 2.4 has no such argument: it connects at the first collective.
         takes_device = "device_id" in inspect.signature(dist.new_group).parameters
         options = {"device_id": bound} if takes_device else {}
         try:
-            torch_world.group_count = _FIRST_MEMBERS_GROUP + _members_groups_made[key]
+            c10d._hash_ranks_to_str = lambda _: name
             # From a default group that is bound to a device, NCCL would split the communicator, which needs all ranks.
             world.bound_device_id = None
             return self._make_group(ranks, use_local_synchronization=True, **options)
         finally:
             world.bound_device_id = bound
+            c10d._hash_ranks_to_str = _hash_ranks
+            # torch counts the groups of a process, and names others by it. Other ranks do not count this one.
             if dist.group.WORLD is world:  # a thread that was abandoned may come here in the next world
                 torch_world.group_count = before
 
