@@ -219,6 +219,9 @@ class WatchedChannel(Observer):
     def cause(self) -> str:
         return str(self.fail())
 
+    def others_gave_up(self) -> bool:
+        return any(rank in self.ranks for rank in self._watch.reasons)
+
     def survey(self, *, has_failed: bool = False) -> Survey:
         """Return what the members are doing, seen from the current call, or from none.
 
@@ -285,7 +288,7 @@ class StallWatch:
             StatusServer(address, self._answer) if size > 1 or settings.env.get("DUALDIST_DUMP_DIR") else None
         )
         self._contacts: Sequence[Contact] = ()
-        self._reasons: dict[int, tuple[list[int], str]] = {}
+        self.reasons: dict[int, tuple[list[int], str]] = {}
         """Rank -> because of which ranks it has given up a call, and which one. Every rank says so before it ends."""
         self.interrupted: dict[str, str] = {}
         """Process set -> the error that has ended a call of one of its channels on this rank alone."""
@@ -334,10 +337,10 @@ class StallWatch:
             self._try_to_ask(self.rank, ["", channel.name])  # reads first what ranks said before they ended
         members = dict(zip(channel.ranks, found, strict=True))
         for rank, doing in members.items():
-            if doing.kind == ENDED and rank in self._reasons:
-                causes, call = self._reasons[rank]
+            if doing.kind == ENDED and rank in self.reasons:
+                causes, call = self.reasons[rank]
                 members[rank] = Doing(FOLLOWED, f"ended because of {shown_ranks(causes)}, in {call}")
-        return Survey(members, has_failed, {rank for causes, _ in self._reasons.values() for rank in causes})
+        return Survey(members, has_failed, {rank for causes, _ in self.reasons.values() for rank in causes})
 
     def tell(self, ranks: Iterable[int], message: Any) -> None:
         """Send `message` to those of the other `ranks` that answer. Waits a few seconds at most."""
@@ -401,7 +404,7 @@ class StallWatch:
         elif about == "notice":
             rank, missing, call, text, asked = rest
             self.dump(GAVE_UP, asked)
-            self._reasons.setdefault(rank, (missing, call))  # a later one may be a consequence
+            self.reasons.setdefault(rank, (missing, call))  # a later one may be a consequence
             if text and self.rank in channel.ranks:
                 is_missing = self.rank in missing
                 if not channel.is_from_partner:

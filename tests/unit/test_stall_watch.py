@@ -110,6 +110,22 @@ def test_ranks_that_answer_know_why_a_rank_gives_up(ranks: Sequence[Rank]) -> No
     assert ranks[1].pair.notice is None
 
 
+def test_ranks_that_wait_for_their_devices_give_up_when_a_member_does(ranks: Sequence[Rank]) -> None:
+    """The rank that has died is no peer of theirs. What a rank outside of the process set says does not count."""
+    ranks[1].watch.close()
+    begin(ranks[:1]).fail()
+    given_up = list[str]()
+    for name in ("world", "pair"):
+        connections = mock.Mock(**{"has_failed_peer.return_value": False})
+        connections.lost_peers.return_value = connections.peers_that_succeeded.return_value = []
+        guard = Guard(connections, functools.partial(given_up.append, name))
+        observers = Observers([getattr(ranks[4], name)])
+        guard.run(observers, BARRIER, mock.Mock())
+        for _ in range(2):
+            guard.check_peers(observers)
+    assert given_up == ["world"]
+
+
 def test_a_rank_that_gives_up_still_counts_as_waiting(ranks: Sequence[Rank]) -> None:
     channel, other = begin(ranks[:1]), begin(ranks[1:2], BARRIER)
     other.give_up()

@@ -178,6 +178,10 @@ class Connections(Links):
         """Return whether there are `lost_peers`. Local."""
         return bool(self.lost_peers())
 
+    def has_failed_peer(self) -> bool:
+        """Return whether a peer has left because of an exception, or is among `lost_peers`. Local."""
+        return bool(self._left(SUCCESS, has_said=False))
+
     def peers_that_succeeded(self) -> list[int]:
         """Return the global ranks of the peers that have left the world, but not because of an exception. Local."""
         return self._left(SUCCESS, has_said=True)

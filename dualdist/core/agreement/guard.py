@@ -154,11 +154,13 @@ class Guard:
         """Held while `check_peers` asks the other ranks: the script goes on at once."""
 
     def check_peers(self, observers: Observers) -> None:
-        """If a peer has died, end the collectives in progress and let every later call raise. Local.
+        """If a peer has died or failed, end the collectives in progress and let every later call raise. Local.
 
-        The host may wait for its device, and that for a peer. It must be lost in two checks: a call can raise first.
+        The host may wait for its device, and that for a peer. It must be gone in two checks: a call can raise first,
+        and a rank that fails gives its last collectives 5 s to end. A rank that is no peer is known by what others say.
         """
-        had_lost, self._has_lost_peer = self._has_lost_peer, bool(self._connections.lost_peers())
+        others = any([gave_up() for gave_up in observers.others_gave_up])
+        had_lost, self._has_lost_peer = self._has_lost_peer, others or self._connections.has_failed_peer()
         if self._broken is None and self._last is not None and had_lost and self._has_lost_peer:
             notes = observers.notes(GAVE_UP)
             with self._finding_cause:

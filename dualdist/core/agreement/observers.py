@@ -79,6 +79,10 @@ class Observer:
         """Return the ranks that have ended first, and tell the others."""
         return ""
 
+    def others_gave_up(self) -> bool:
+        """Return whether another member has said that it gives up a call, and with it all later ones."""
+        return False
+
     failures: Mapping[str, str] = MappingProxyType({})
     """Step -> what another rank was the first to report with `report_failure`."""
 
@@ -104,6 +108,7 @@ class Observers:
         self.interrupted = of(Observer.interrupted)
         self.waited, self.waited_for_data = of(Observer.waited), of(Observer.waited_for_data)
         self.note, self.explain, self.cause = of(Observer.note), of(Observer.explain), of(Observer.cause)
+        self.others_gave_up = of(Observer.others_gave_up)
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
