@@ -26,7 +26,7 @@ from ..core import accelerator
 from ..core.backends import choose
 from ..core.backends.store import meet
 from ..core.checks import shown_ranks
-from ..core.launch import DeviceView, choose_devices, detect, shared_devices
+from ..core.launch import NO_NVLINK, DeviceView, choose_devices, confined_hosts, detect, shared_devices
 from ..core.launch.environment import read_settings
 from ..core.meeting.addresses import Gather, find_addresses, interface_of, own_node
 from ..core.types import Launch
@@ -119,6 +119,8 @@ class ProcessFacts:
     """The NUMA nodes of these CPUs."""
     installed_cores: int
     """The CPUs of the host."""
+    device_numbers: Sequence[str] = ()
+    """As in DeviceView."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,10 @@ class WorldFacts:
     @property
     def views(self) -> list[DeviceView]:
         """What the processes see, as init() compares it."""
-        return [DeviceView(process.node, process.local_rank, process.devices) for process in self.processes]
+        return [
+            DeviceView(one.node, one.local_rank, one.devices, numbers=one.device_numbers)
+            for one in self.processes
+        ]
 
     @property
     def clocks(self) -> list[float | None]:
@@ -183,6 +188,7 @@ def _collect(launch: Launch, chosen: tuple[str, bool], address: str, gather: Gat
         sorted(cores),
         sorted(node for node, numbers in cores_by_node().items() if numbers & cores),
         os.cpu_count() or len(cores),
+        accelerator.visible(),
     )
     processes = [ProcessFacts(**json.loads(text)) for text in gather(json.dumps(asdict(mine)))]
     digests, nodes = ([getattr(one, name) for one in processes] for name in ("versions", "node"))
@@ -350,7 +356,13 @@ def _gpus(world: WorldFacts) -> Iterator[Problem]:
 
 def find_warnings(world: WorldFacts) -> list[Problem]:
     """Return what makes training slower, but does not prevent it."""
-    return [*_far_gpus(world), *_crowded_cores(world)]
+    return [*_far_gpus(world), *_crowded_cores(world), *_no_nvlink(world)]
+
+
+def _no_nvlink(world: WorldFacts) -> Iterator[Problem]:
+    for node in confined_hosts(world.views):
+        processes = [process for process in world.processes if process.node == node]
+        yield _problem("nvlink", processes, NO_NVLINK % processes[0].host)
 
 
 def _far_gpus(world: WorldFacts) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 import pytest
 
 from dualdist.core.backends.torch import Offer, agreed_transport
-from dualdist.core.launch import DeviceView, choose_devices, shared_devices
+from dualdist.core.launch import NO_NVLINK, DeviceView, choose_devices, shared_devices
 from dualdist.errors import ConfigurationError
 
 
@@ -91,6 +91,25 @@ def test_a_host_without_a_gpu_makes_all_use_gloo_with_one_warning(caplog: pytest
     )
 
 
+@pytest.mark.parametrize(
+    ("numbers", "hosts"),
+    [
+        ([["0"], ["0"]], ["a"]),  # each in a cgroup of its own
+        ([["0"], ["1"]], []),  # by CUDA_VISIBLE_DEVICES alone, which hides nothing from NCCL
+    ],
+)
+def test_processes_that_see_one_gpu_each_are_warned_once_that_nccl_finds_no_nvlink(
+    numbers: Sequence[Sequence[str]], hosts: Sequence[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    offers = [
+        Offer("a-1", rank, [f"uuid of {rank}"], "nccl", False, numbers=names)
+        for rank, names in enumerate(numbers)
+    ]
+    with caplog.at_level(logging.WARNING, "dualdist"):
+        assert [agreed_transport(offers, rank) for rank in range(2)] == ["nccl"] * 2
+    assert [record.getMessage() for record in caplog.records] == [NO_NVLINK % host for host in hosts]
+
+
 def test_ranks_share_a_device_with_nccl_if_nccl_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert agreed_transport([offer("a", 0, "nccl", 1), offer("a", 1, "nccl", 1)], 0) == "nccl"
@@ -110,6 +129,10 @@ def test_ranks_share_a_device_with_nccl_if_nccl_is_told_to(monkeypatch: pytest.M
         (
             [offer("a", 0, "nccl", 1, is_asked=True), offer("a", 0, "gloo", 1, is_asked=True)],
             "`transport` must be equal on all ranks, but rank . asks for .*rank . asks for",
+        ),
+        (
+            [Offer("a-1", rank, [name], "nccl", False) for rank, name in enumerate(["MIG-x", "MIG-y"])],
+            "must be gloo for MIG slices of a host, but is 'nccl' instead for 2 processes on a. Set",
         ),
     ],
 )

@@ -158,6 +158,12 @@ def test_a_gpu_on_another_numa_node_than_the_cores_is_named() -> None:
     assert f"WARNING: {found.text}\nThis allocation can train." in as_text(report)
 
 
+def test_a_host_whose_processes_see_one_gpu_each_is_named() -> None:
+    facts = world(devices={2: ("x",), 3: ("y",)}, device_numbers={2: ("0",), 3: ("0",)})
+    (found,) = find_warnings(facts)
+    assert (found.kind, found.hosts, found.ranks) == ("nvlink", ("h1",), (2, 3))
+
+
 @pytest.mark.parametrize(
     ("cores", "ranks"),
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -21,7 +22,7 @@ from ...errors import BackendUnavailableError, ConfigurationError, logger
 from .. import accelerator
 from ..executor import Patience, in_thread, wait_for
 from ..extensions import extension, needed
-from ..launch import DeviceView, choose_devices, shared_devices
+from ..launch import NO_NVLINK, DeviceView, choose_devices, confined_hosts, shared_devices
 from ..launch.environment import temporary_environment
 from ..meeting.addresses import own_node
 from ..meeting.member import Meeting
@@ -84,6 +85,9 @@ def agreed_transport(offers: Sequence[Offer], rank: int) -> str:
         logger.warning("All ranks use %s, because their fastest transports differ: %s.", transport, said)
     if needs_gpus(transport):
         _check_devices(offers, transport)
+        confined = confined_hosts(offers)
+        if confined and rank == 0:
+            logger.warning(NO_NVLINK, ", ".join(map(_shown, confined)))
     return transport
 
 
@@ -103,6 +107,13 @@ def _check_devices(offers: Sequence[Offer], transport: str) -> None:
             f"{_shown(host)} share {devices}. Start fewer processes there, or set DUALDIST_TRANSPORT=gloo to let them "
             "share."
         )
+    slices = Counter(offer.host for offer in offers if offer.devices[0].startswith("MIG-"))
+    for host, ranks in slices.items():
+        if ranks > 1:  # NVIDIA/nccl#1716
+            raise ConfigurationError(
+                f"`transport` must be gloo for MIG slices of a host, but is {transport!r} instead for {ranks} "
+                f"processes on {_shown(host)}. Set DUALDIST_TRANSPORT=gloo."
+            )
 
 
 def _hosts(offers: Sequence[Offer], transport: str) -> list[str]:
@@ -172,8 +183,8 @@ class TorchBackend(Backend):
                 mpi_transport.require(launch)
             elif not mpi_transport.start(launch):
                 chosen = _FALLBACK
-        views = accelerator.visible(by_uuid=needs_gpus(chosen))
-        offer = Offer(own_node(), launch.local_rank, views, chosen, is_asked=transport is not None)
+        views, numbers = accelerator.visible(by_uuid=needs_gpus(chosen)), accelerator.visible()
+        offer = Offer(own_node(), launch.local_rank, views, chosen, transport is not None, numbers=numbers)
         seconds = settings.start_timeout_seconds
         with contextlib.ExitStack() as undo, wrapped():
             meeting = meet(launch, env, seconds)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..types import Launch, World
 from .detect import detect as detect
@@ -79,6 +79,8 @@ class DeviceView:
     """From the launcher; None if it does not say."""
     devices: Sequence[str]
     """A name for each device, in torch's order. The ranks of a host use the same name for a device."""
+    numbers: Sequence[str] = field(default_factory=list, kw_only=True)
+    """What this process calls the devices. Processes that cgroups confine to one device each call theirs "0"."""
 
 
 def choose_devices(views: Sequence[DeviceView]) -> list[int | None]:
@@ -113,3 +115,18 @@ def shared_devices(
     for host, devices in used.items():
         if len(set(devices)) < len(devices):
             yield host, len(devices), len(set(devices))
+
+
+NO_NVLINK = (
+    "Each process on %s sees only a part of the GPUs. NCCL then finds no NVLink between them, and sends much more "
+    "slowly. Use `srun --ntasks-per-node=N --gpus-per-node=N --gpu-bind=none` in place of --gpus-per-task."
+)
+"""NVIDIA/nccl#1066: NCCL needs to see all GPUs of a host."""
+
+
+def confined_hosts(views: Sequence[DeviceView]) -> list[str]:
+    """Return the hosts where processes see different devices under the same numbers, as `srun --gpus-per-task` does."""
+    seen: dict[tuple[str, tuple[str, ...]], set[tuple[str, ...]]] = defaultdict(set)
+    for view in views:
+        seen[view.host, tuple(view.numbers)].add(tuple(view.devices))
+    return sorted({host for (host, numbers), devices in seen.items() if numbers and len(devices) > 1})
