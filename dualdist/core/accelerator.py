@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .checks import converted
+from .executor import in_time
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables that select devices, and number the selected ones from 0."""
@@ -167,6 +168,14 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work on `device`. Does nothing for the CPU."""
     if device.type == kind():
         _accelerator.synchronize(device)
+
+
+def ends_within(device: torch.device, seconds: float) -> bool:
+    """Wait at most `seconds` for all work on `device`. Return whether it has ended without an error."""
+    with contextlib.suppress(TimeoutError, RuntimeError):  # or Python 3.12.1 ends, and starts no thread
+        in_time(functools.partial(synchronize, device), seconds)
+        return True
+    return False
 
 
 def checked_device(name: str, device: Any) -> torch.device:

@@ -145,7 +145,3 @@ class Ahead:
         """Release the group. Local."""
         if self._group is not None:
             self._group.close()
-
-    def ends_soon(self) -> bool:
-        """Return what `Group.ends_soon` does. Local."""
-        return self._group is None or self._group.ends_soon()

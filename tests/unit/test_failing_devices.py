@@ -5,10 +5,8 @@ Doubles that record stand in the place of process groups and connections.
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
-import weakref
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -25,7 +23,6 @@ from dualdist.core.backends.torch_groups import TorchGroup
 from dualdist.core.backends.torch_interface import error_handling, transport_timeout
 from dualdist.core.collectives.allreduce import ALLREDUCE
 from dualdist.core.collectives.join import _device_of
-from dualdist.core.types import Sum
 from dualdist.errors import HorovodInternalError, StallError
 
 CUDA = torch.device("cuda", 1)
@@ -128,42 +125,14 @@ def test_a_process_group_of_the_cpu_notices_failures_itself() -> None:
     assert process_group.mock_calls == []
 
 
-def test_only_what_nobody_has_waited_for_keeps_a_group_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a wait, the stream waits, and the script knows the result."""
-    monkeypatch.setattr(torch_groups, "_LAST_SECONDS", 0.0)
-    group, process_group = device_group()
-    process_group.allreduce.return_value = mock.Mock(**{"is_completed.return_value": True})
-    group.allreduce_(mock.Mock(device=CUDA), Sum)
-    assert group.ends_soon()
-    process_group.allreduce.return_value = mock.Mock(**{"is_completed.return_value": False})
-    work = group.allreduce_(mock.Mock(device=CUDA), Sum)
-    assert not group.ends_soon()
-    work.wait()
-    assert group.ends_soon()
-
-
-def test_after_an_error_of_the_device_itself_a_group_must_be_aborted_and_nobody_waits_again() -> None:
-    group, process_group = device_group()
-    is_completed = process_group.allreduce().is_completed
-    is_completed.side_effect = RuntimeError("device-side assert triggered")
-    group.allreduce_(mock.Mock(device=CUDA), Sum)
-    assert not group.ends_soon()
-    group.abort()
-    assert group.ends_soon()
-    assert is_completed.call_count == 1
-
-
-def test_an_aborted_group_keeps_nothing_of_what_nobody_has_waited_for() -> None:
-    """A work may hold memory of the device."""
-    group, process_group = device_group()
-    process_group.allreduce.return_value = mock.Mock()
-    group.allreduce_(mock.Mock(device=CUDA), Sum)
-    kept = weakref.ref(process_group.allreduce.return_value)
-    process_group.allreduce.return_value = None
-    assert kept() is not None
-    group.abort()
-    gc.collect()
-    assert kept() is None
+def test_a_device_that_has_failed_or_is_busy_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(accelerator, "synchronize", lambda device: never.wait())
+    assert not accelerator.ends_within(CUDA, 0.1)
+    never.set()
+    assert accelerator.ends_within(CUDA, 20)
+    monkeypatch.setattr(accelerator, "synchronize", mock.Mock(side_effect=RuntimeError("device-side assert")))
+    assert not accelerator.ends_within(CUDA, 20)
 
 
 def test_a_stall_is_reported_before_the_watchdog_of_nccl_acts() -> None:

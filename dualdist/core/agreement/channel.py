@@ -163,10 +163,6 @@ class Channel:
         if self.through_host is not None:
             self.through_host.close(_LAST_CALLS_SECONDS)
 
-    def ends_soon(self) -> bool:
-        """Return whether `Group.ends_soon` does for all groups. Local."""
-        return all(group.ends_soon() for group in self._groups)
-
     def abort(self, *, has_failed: bool) -> None:
         """End the collectives in progress. If only another channel has failed, every later call raises. Local."""
         if not has_failed:

@@ -161,13 +161,6 @@ class Group(ABC):
     def abort(self) -> None:  # noqa: B027 - most transports notice a failure of a member themselves
         """End the collectives in progress after a failure, without the other members. No others follow. Local."""
 
-    def ends_soon(self) -> bool:
-        """Return whether `close` can wait for the collectives in progress, after at most 5 s. If not, call `abort`.
-
-        Local. For a rank that leaves because of an error: the other members may not take part in them.
-        """
-        return True
-
 
 class Backend(ABC):
     """One joined world. `start` creates it, `shutdown` ends it."""

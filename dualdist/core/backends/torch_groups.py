@@ -43,28 +43,19 @@ _RING_SIZE = 8
 """Up to this size, Gloo's allgather takes fewer steps (size - 1) than a gather and a broadcast (1 + log2(size))."""
 _ABORT_SECONDS = 30.0
 """How long to wait for the end of NCCL's kernels after a failure."""
-_LAST_SECONDS = 5.0
-"""How long `ends_soon` waits for NCCL's kernels."""
 # Before torch 2.6, destroying a group ended its kernels too.
 abort_process_group = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
 
 
 class _TorchWork(Work):
-    def __init__(
-        self, work: dist.Work, device: torch.device, patience: Patience, in_progress: set[dist.Work]
-    ) -> None:
-        """in_progress: the group's works on a device for which nobody has waited."""
+    def __init__(self, work: dist.Work, device: torch.device, patience: Patience) -> None:
         self._work = work
         self._device = device
         self._patience = patience
-        self._in_progress = in_progress
-        if device.type != "cpu":
-            in_progress.add(work)
 
     def wait(self) -> None:
         with wrapped():
             if self._device.type != "cpu":
-                self._in_progress.discard(self._work)
                 self._work.wait()
                 return
             while not self._ends_within(_CHECK_INTERVAL):
@@ -104,7 +95,6 @@ class TorchGroup(Group):
         self._carried = carried
         self._device = device
         """The device to which the transport is bound."""
-        self._in_progress: set[dist.Work] = set()
         self._abort: Future[None] | None = None
         self._abort_end = math.inf
         """When to stop waiting for `_abort`."""
@@ -123,7 +113,7 @@ class TorchGroup(Group):
         return self._device if self._device is not None and device.type == self._device.type else device
 
     def _started(self, work: dist.Work, tensor: torch.Tensor) -> Work:
-        return _TorchWork(work, tensor.device, Patience(self.has_lost_member), self._in_progress)
+        return _TorchWork(work, tensor.device, Patience(self.has_lost_member))
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         options = dist.AllreduceOptions()
@@ -189,7 +179,6 @@ class TorchGroup(Group):
         """
         if self._pg is None or self._device is None or self.is_aborted:
             return
-        self._in_progress.clear()  # they may hold memory of the device until the group is closed
         step = functools.partial(_abort_device_part, self._pg, self._device)
         self._abort_end = time.monotonic() + _ABORT_SECONDS
         try:
@@ -211,18 +200,6 @@ class TorchGroup(Group):
             self.is_stuck = True
             never_delete(process_group)
             skip_destructors_at_exit()
-
-    def ends_soon(self) -> bool:
-        if self.is_aborted:
-            return True
-        end = time.monotonic() + _LAST_SECONDS
-        with contextlib.suppress(RuntimeError):  # the device itself has failed
-            while not all(work.is_completed() for work in tuple(self._in_progress)):
-                if time.monotonic() > end:
-                    return False
-                time.sleep(_CHECK_INTERVAL.total_seconds())
-            return True
-        return False
 
     def abort_ends(self) -> bool:
         """Wait for the end of `abort`, 30 s after its start at most. Return whether it has ended or was not called."""

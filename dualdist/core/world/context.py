@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...errors import HorovodInternalError, NotInitializedError
-from .. import process_exit
+from .. import accelerator, process_exit
 from ..agreement.channel import Channel
 from ..agreement.connections import Connections
 from ..agreement.observers import Observation
@@ -30,6 +30,8 @@ from ..extensions import extension
 from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective
 from ..types import Launch, Settings, World
 
+_LAST_SECONDS = 5.0
+"""How long a rank that leaves because of an error waits for its device."""
 _CHECK_PEERS_SECONDS = 5.0
 """How often a rank looks for lost ranks while the host may wait for its device."""
 
@@ -133,8 +135,12 @@ class Context:
             raise HorovodInternalError("a rank has left")
 
     def _abort_unfinished(self) -> None:
-        """If an error ends this process, end the collectives in which the other ranks may not take part. Local."""
-        if process_exit.has_failed() and not all(one.ends_soon() for one in self.channels.values()):
+        """If an error ends this process, end the collectives in which the other ranks may not take part. Local.
+
+        To destroy their groups would wait for them.
+        """
+        device = self.backend.device if self.backend.runs_ahead else None
+        if process_exit.has_failed() and device and not accelerator.ends_within(device, _LAST_SECONDS):
             _abort(self.channels, self.backend)
 
     def check_peers(self) -> float:
