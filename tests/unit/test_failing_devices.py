@@ -23,6 +23,7 @@ from dualdist.core.backends.torch_groups import TorchGroup
 from dualdist.core.backends.torch_interface import error_handling, transport_timeout
 from dualdist.core.collectives.allreduce import ALLREDUCE
 from dualdist.core.collectives.join import _device_of
+from dualdist.core.types import Sum
 from dualdist.errors import HorovodInternalError, StallError
 
 CUDA = torch.device("cuda", 1)
@@ -117,6 +118,23 @@ def test_a_group_whose_abort_does_not_end_is_left_alone(
     group.close()
     assert left == [process_group, "no destructors"] and group.is_stuck and not destroyed
     never.set()
+
+
+@pytest.mark.usefixtures("destroyed")
+def test_no_collective_and_no_other_abort_reaches_a_group_during_its_abort(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch 2.15's class for NCCL would use a communicator that is being freed."""
+    (group, process_group), other, ends = device_group(), mock.Mock(), threading.Event()
+    process_group._get_backend().abort.side_effect = lambda: ends.wait(20)
+    other.abort.side_effect = ends.set
+    for one in (process_group, other):
+        monkeypatch.setitem(torch.distributed.distributed_c10d._world.pg_map, one, ("nccl", mock.Mock()))
+    group.abort()
+    with pytest.raises(HorovodInternalError, match="aborted after a failure"):
+        group.allreduce_(mock.Mock(device=CUDA), Sum)
+    torch_groups.abort_process_groups()
+    assert ends.is_set() and not process_group.allreduce.called and not process_group.abort.called
 
 
 def test_a_process_group_of_the_cpu_notices_failures_itself() -> None:

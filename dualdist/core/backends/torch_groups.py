@@ -9,7 +9,9 @@ import hashlib
 import inspect
 import math
 import secrets
+import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, HorovodInternalError
 from .. import accelerator
 from ..executor import CHECK_SECONDS, Patience, in_thread
 from ..extensions import extension, needed
@@ -106,6 +108,13 @@ class TorchGroup(Group):
         """Whether `abort` was called."""
         return self._abort is not None
 
+    @property
+    def _open(self) -> Any:
+        """The process group. Raises HorovodInternalError after `abort`: NCCL must get no collective meanwhile."""
+        if self.is_aborted:
+            raise HorovodInternalError("the collectives of this process were aborted after a failure")
+        return self._pg
+
     def wire_device(self, device: torch.device) -> torch.device:
         if device.type not in self._carried:
             return torch.device("cpu")
@@ -119,7 +128,7 @@ class TorchGroup(Group):
         options = dist.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[op]
         with wrapped():
-            return self._started(self._pg.allreduce([tensor], options), tensor)
+            return self._started(self._open.allreduce([tensor], options), tensor)
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         return self._broadcast([tensor], root)
@@ -133,17 +142,17 @@ class TorchGroup(Group):
         options = dist.BroadcastOptions()
         options.rootRank = root
         with wrapped():
-            return self._started(self._pg.broadcast(tensors, options), tensors[0])
+            return self._started(self._open.broadcast(tensors, options), tensors[0])
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         with wrapped():
-            return self._started(self._pg._allgather_base(output, tensor), tensor)
+            return self._started(self._open._allgather_base(output, tensor), tensor)
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work:
         with wrapped():
-            work = self._pg.alltoall_base(output, tensor, list(received), list(sent))
+            work = self._open.alltoall_base(output, tensor, list(received), list(sent))
         return self._started(work, tensor)
 
     def allgather_bytes(self, message: bytes) -> list[bytes]:
@@ -179,14 +188,8 @@ class TorchGroup(Group):
         """
         if self._pg is None or self._device is None or self.is_aborted:
             return
-        step = functools.partial(_abort_device_part, self._pg, self._device)
         self._abort_end = time.monotonic() + _ABORT_SECONDS
-        try:
-            self._abort = in_thread(step)
-        except RuntimeError:  # the interpreter ends
-            self._abort = Future()
-            step()
-            self._abort.set_result(None)
+        self._abort = _abort_once(self._pg, functools.partial(_abort_device_part, self._pg, self._device))
 
     def close(self) -> None:
         process_group, self._pg = self._pg, None
@@ -205,6 +208,24 @@ class TorchGroup(Group):
         """Wait for the end of `abort`, 30 s after its start at most. Return whether it has ended or was not called."""
         left = max(0.0, self._abort_end - time.monotonic())
         return self._abort is None or bool(concurrent.futures.wait([self._abort], left).done)
+
+
+_aborts: weakref.WeakKeyDictionary[Any, Future[None]] = weakref.WeakKeyDictionary()
+"""The aborts of process groups that have begun. Two of one group at the same time may free the same memory in NCCL."""
+_beginning_abort = threading.Lock()
+
+
+def _abort_once(process_group: Any, step: Callable[[], None]) -> Future[None]:
+    """Begin `step`, which aborts a process group, unless its abort has begun. Return the future of its end."""
+    with _beginning_abort:
+        if process_group not in _aborts:
+            try:
+                _aborts[process_group] = in_thread(step)
+            except RuntimeError:  # the interpreter ends
+                _aborts[process_group] = Future()
+                step()
+                _aborts[process_group].set_result(None)
+        return _aborts[process_group]
 
 
 def _abort_device_part(process_group: Any, device: torch.device) -> None:
@@ -334,11 +355,12 @@ class DefaultGroup:
 def abort_process_groups() -> None:
     """Let what programs have in progress in groups of torch.distributed raise, before they leave the world. Local.
 
-    With Gloo it ends when another rank closes its connections, by `shutdown` or at its end.
+    With Gloo it ends when another rank closes its connections, by `shutdown` or at its end. Waits at most 30 s.
     """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if hasattr(group, "abort"):  # since torch 2.7; destroying a group on NCCL did the same before
-            group.abort()
+    groups = [
+        group for group in dist.distributed_c10d._world.pg_map if hasattr(group, "abort")
+    ]  # since torch 2.7
+    concurrent.futures.wait([_abort_once(group, group.abort) for group in groups], _ABORT_SECONDS)
 
 
 def keep_process_groups() -> None:
