@@ -35,10 +35,6 @@ from .core.collectives.broadcast import (
     broadcast_async_ as broadcast_async_,
 )
 from .core.collectives.compression import Compression as Compression
-from .core.collectives.handles import (
-    poll as poll,
-    synchronize as synchronize,
-)
 from .core.collectives.join import (
     barrier as barrier,
     join as join,
@@ -46,6 +42,10 @@ from .core.collectives.join import (
 from .core.collectives.objects import (
     allgather_object as allgather_object,
     broadcast_object as broadcast_object,
+)
+from .core.collectives.plan import (
+    poll as poll,
+    synchronize as synchronize,
 )
 from .core.collectives.reducescatter import (
     grouped_reducescatter as grouped_reducescatter,

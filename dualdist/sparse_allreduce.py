@@ -10,7 +10,7 @@ import torch
 
 from .core.checks import wrong
 from .core.collectives.allgather import GROUPED_ALLGATHER, plan_allgather
-from .core.collectives.handles import synchronize
+from .core.collectives.plan import synchronize
 from .core.collectives.reduction import reduce_op
 from .core.compiling import not_compiled
 from .core.types import REDUCE_OP_NAMES, Average, Op, Sum

@@ -13,9 +13,8 @@ from ..core.extensions import extension
 from ..core.launch import environment, is_one_host, nodes, topology
 from ..core.launch.detect import detect
 from ..core.launch.environment import OF_LAUNCHER, RUN_ID
-from ..core.meeting import find_board, no_board
 from ..core.meeting.addresses import Gather, find_addresses, interface_of
-from ..core.meeting.boards import Board, given_board
+from ..core.meeting.boards import Board, find_board, given_board, no_board
 from ..core.meeting.member import Meeting
 from ..core.meeting.server import reserved_port
 from ..core.types import Launch, World

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import pytest
 
+from dualdist.core.agreement.channel import News
 from dualdist.core.agreement.connections import Connections
-from dualdist.core.agreement.request import News
 from dualdist.core.meeting.links import Address, Links, Listener
 from dualdist.core.meeting.server import connected
 from dualdist.errors import HorovodInternalError

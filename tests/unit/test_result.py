@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from dualdist.core.agreement.call import Call
+from dualdist.core.agreement.channel import Request
 from dualdist.core.agreement.matching import ACTIVE
-from dualdist.core.agreement.request import Request
 from dualdist.core.collectives.join import BARRIER
 
 Job = tuple[Request[object], Callable[[], object]]

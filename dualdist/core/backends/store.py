@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from ...errors import ConfigurationError
 from ..extensions import extension
-from ..meeting import find_board, no_board
 from ..meeting.addresses import Addresses, find_addresses
-from ..meeting.boards import ADVICE, Board, PublishedBoard
+from ..meeting.boards import ADVICE, Board, PublishedBoard, find_board, no_board
 from ..meeting.links import Address, Listener
 from ..meeting.member import Meeting
 from ..types import Launch

@@ -1,8 +1,9 @@
-"""A plan: a collective whose arguments are checked on this rank, ready to run or to queue."""
+"""A plan: a collective whose arguments are checked on this rank, ready to run or to queue, with a handle."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -10,16 +11,16 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch.autograd.forward_ad import unpack_dual
 
-from ..accelerator import has_streams
 from ..agreement.call import Call, Kind, call_site
 from ..agreement.channel import Channel
 from ..agreement.matching import Execute, Verdict
 from ..backends.base import Group
 from ..checks import integer, is_dtensor, items, text, wrong
+from ..compiling import not_compiled
 from ..extensions import needed
 from ..types import Average, Sum
+from ..world.context import current
 from ..world.process_sets import ProcessSetLike, channel_of, report, reporting
-from .handles import new_handle
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -56,7 +57,7 @@ class Plan(Generic[T]):
             result: T = function.apply(self, *gradient, *self.tensors)  # type: ignore[union-attr]
         else:
             execute = self.execute
-            if any(map(has_streams, self.tensors)):
+            if not all([tensor.is_cpu for tensor in self.tensors]):
                 execute = needed("streams").on_streams_of_caller(execute, self.tensors)
             result = self.channel.run(self.call, execute)
         return result if function is None or self.restore is None else self.restore(result)
@@ -67,7 +68,7 @@ class Plan(Generic[T]):
         def execute(group: Group, verdict: Verdict) -> Any:
             return change(self.execute(group, verdict))
 
-        if any(map(has_streams, self.tensors)):
+        if not all([tensor.is_cpu for tensor in self.tensors]):
             return new_handle(needed("streams").Started(self.channel, self.call, execute, self.tensors))
         return new_handle(self.channel.submit(self.call, execute))
 
@@ -113,6 +114,47 @@ def root_of(plan: Plan[Any]) -> int:
     """Return the root_rank of the call of `plan`."""
     root_rank: int = dict(plan.call.arguments)["root_rank"]
     return root_rank
+
+
+# The handles of asynchronous collectives, which are plain integers as in Horovod.
+
+_handles = itertools.count()
+
+
+def new_handle(started: Any) -> int:
+    """Return a new handle for `started`, a Request of a channel, or on devices what has its `ended` and `get`."""
+    handle = next(_handles)
+    current().handles[handle] = started
+    return handle
+
+
+@not_compiled
+def poll(handle: int) -> bool:
+    """Return whether `synchronize(handle)` would return at once. Local.
+
+    Raises ValueError for a handle that is unknown or already synchronized.
+    """
+    started = current().handles.get(_checked_handle(handle))
+    if started is None:
+        raise ValueError(
+            f"`handle` must be outstanding, but {handle} is unknown or was synchronized already. Pass what an "
+            "asynchronous call has returned."
+        )
+    return bool(started.ended)
+
+
+@not_compiled
+def synchronize(handle: int) -> Any:
+    """Wait for an asynchronous collective and return its result. Local.
+
+    Returns None for a handle that is unknown or already synchronized. Raises HorovodInternalError if it failed.
+    """
+    started = current().handles.pop(_checked_handle(handle), None)
+    return None if started is None else started.get()
+
+
+def _checked_handle(handle: Any) -> int:
+    return integer("handle", handle, fix="Pass what an asynchronous call has returned.")
 
 
 # The arguments of collectives: checks on this rank, and descriptions that must be equal on all ranks.

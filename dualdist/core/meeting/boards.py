@@ -18,10 +18,11 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 from ...errors import ConfigurationError
+from ..extensions import extension
 from ..launch import is_one_host
 from ..launch.environment import RENDEZVOUS, secret_in
 from ..types import Launch
@@ -326,3 +327,40 @@ def one_host_board(launch: Launch, env: Mapping[str, str]) -> Board:
             "identify their job by it, but is not. Share the host's process IDs with containers, or set MASTER_ADDR "
             "and MASTER_PORT for every process."
         ) from error
+
+
+# The board of a launcher.
+
+
+def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = True) -> Board | None:
+    """Return where the ranks of `launch` find the server of their meeting, None if there is no such place.
+
+    Not for ranks that share a store of torch already, such as torchrun's: see core/backends/store.py.
+    """
+    source = launch.sources.get("rank")
+    is_alone = launch.size == 1 and launch.init_method == "env://" and not env.get("MASTER_ADDR")
+    if launch.init_method is not None and not is_alone:
+        return given_board(launch, env)
+    if source == "DUALDIST_RANK" and env.get(RENDEZVOUS):
+        return LaunchersBoard(env)
+    horovods = source == "HOROVOD_RANK" and env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    if horovods and (store := extension("horovods_store")) is not None:
+        address = f"{horovods}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
+        return cast(Board, store.HttpBoard(launch, env, address))
+    if launch.starts_mpi and (mpi := extension("mpi")) is not None:
+        # MPI takes long to start, and can start once only.
+        wants_mpi = mpi.has_started() or (may_start_mpi and not is_one_host(launch))
+        if wants_mpi and mpi.world_size() == launch.size:
+            return cast(Board, mpi.MpiBoard(launch, env))
+    if is_one_host(launch):
+        return one_host_board(launch, env)
+    slurm_board = extension("slurm_board")
+    return None if slurm_board is None else cast("Board | None", slurm_board(launch.rank, env))
+
+
+def no_board(launch: Launch, otherwise: str) -> ConfigurationError:
+    """Return the error of ranks that have no board. otherwise: what else to do than to give an address."""
+    return ConfigurationError(
+        f"World size is {launch.describe('size')}, but no address of rank 0 is known, and nothing shows that all "
+        f"processes are on one node. Set MASTER_ADDR and MASTER_PORT for every process, or {otherwise}."
+    )

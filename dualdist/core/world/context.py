@@ -56,7 +56,7 @@ class Context:
         self.arguments: Mapping[str, Any] = MappingProxyType({})
         """The arguments of `init`, with which elastic training joins the next world."""
         self.handles: dict[int, Any] = {}
-        """The outstanding asynchronous collectives (core/collectives/handles.py), by their handle."""
+        """The outstanding asynchronous collectives (core/collectives/plan.py), by their handle."""
         self.channels: dict[int, Channel] = {}
         """The channel of each process set, by its ID."""
         self.process_sets: dict[int, Any] = {}
