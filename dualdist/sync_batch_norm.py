@@ -19,7 +19,7 @@ from .core.accelerator import checked_device, has_streams
 from .core.agreement.call import Kind
 from .core.agreement.matching import Verdict, payload_capacity
 from .core.backends.base import Group
-from .core.backends.torch_interface import world_group
+from .core.backends.torch_groups import world_group
 from .core.checks import flag, instance, integer, number, wrong
 from .core.collectives.allreduce import allreduce
 from .core.collectives.plan import make_call, refuse_fake_tensor_mode

@@ -27,8 +27,14 @@ import torch.distributed as dist
 from ..core import accelerator, process_exit
 from ..core.backends.base import Backend, Exchange, Group
 from ..core.backends.store import SharedStore, meet, open_store
-from ..core.backends.torch_groups import DefaultGroup, TorchGroups, allow_open_files, gloo_interface
-from ..core.backends.torch_interface import bind_device, config_of
+from ..core.backends.torch import bind_device
+from ..core.backends.torch_groups import (
+    DefaultGroup,
+    TorchGroups,
+    allow_open_files,
+    config_of,
+    gloo_interface,
+)
 from ..core.executor import Patience, in_thread, wait_for
 from ..core.launch import DeviceView, Place, nodes, topology
 from ..core.launch.environment import names_of_copies, temporary_environment

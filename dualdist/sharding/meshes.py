@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..core.agreement.call import Data, Kind
 from ..core.agreement.matching import Verdict
 from ..core.backends.base import Group
-from ..core.backends.torch_interface import adopted_config, world_group, wrapped
+from ..core.backends.torch_groups import adopted_config, world_group, wrapped
 from ..core.checks import integer, items, text
 from ..core.collectives.plan import Plan, make_call, planned
 from ..core.world.context import current

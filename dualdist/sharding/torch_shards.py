@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor, Replicate, empty
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core.backends.torch_interface import adopted_config, wrapped
+from ..core.backends.torch_groups import adopted_config, wrapped
 from ..errors import CheckpointError
 
 Objects = Mapping[str, torch.nn.Module | Optimizer]

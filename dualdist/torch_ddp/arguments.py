@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from ..core.accelerator import checked_device
-from ..core.backends.torch_interface import DeviceMesh
 from ..core.checks import flag, instance, items, number, wrong
 from ..core.world.context import current
 from ..core.world.process_sets import ProcessSet, checked_process_set, global_process_set

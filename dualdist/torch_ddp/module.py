@@ -17,7 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.utils._pytree import tree_map_only
 
-from ..core.backends.torch_interface import world_group
+from ..core.backends.torch_groups import world_group
 from ..core.checks import flag, number, wrong
 from ..core.collectives.allreduce import allreduce
 from ..core.collectives.join import join

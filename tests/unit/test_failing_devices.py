@@ -19,8 +19,8 @@ from dualdist.core.agreement.call import Call
 from dualdist.core.agreement.guard import Guard
 from dualdist.core.agreement.observers import Observers
 from dualdist.core.backends import torch_groups
-from dualdist.core.backends.torch_groups import TorchGroup
-from dualdist.core.backends.torch_interface import error_handling, transport_timeout
+from dualdist.core.backends.torch import error_handling
+from dualdist.core.backends.torch_groups import TorchGroup, transport_timeout
 from dualdist.core.collectives.allreduce import ALLREDUCE
 from dualdist.core.collectives.join import _device_of
 from dualdist.core.types import Sum

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from dualdist.core import accelerator
-from dualdist.core.backends import check_transport, torch_groups, torch_interface
+from dualdist.core.backends import check_transport, torch_groups
 from dualdist.core.backends import torch as backend_module
 from dualdist.core.backends.torch import Offer, TorchBackend, agreed_transport
-from dualdist.core.backends.torch_groups import TorchGroups
+from dualdist.core.backends.torch_groups import TorchGroups, adopted_config, carried_types, config_of
 from dualdist.core.types import Launch, Settings
 
 CUDA = {"cpu": "gloo", "cuda": "nccl"}
@@ -34,10 +34,10 @@ def adopted(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("adopted", [None, "gloo", "cpu:gloo"], indirect=True)
 def test_a_group_is_adopted_however_it_was_named(adopted: None) -> None:
-    config = torch_interface.adopted_config()
+    config = adopted_config()
     assert config["cpu"] == "gloo"
-    assert torch_interface.adopted_transport(config) == "gloo"
-    assert torch_interface.adopted_device("gloo") is None
+    assert backend_module.adopted_transport(config) == "gloo"
+    assert backend_module.adopted_device("gloo") is None
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,15 @@ def test_the_transport_of_an_adopted_group_is_that_of_the_accelerator(
     kind: str | None, config: dict[str, str], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accelerator, "kind", lambda: kind)
-    assert torch_interface.adopted_transport(config) == transport
+    assert backend_module.adopted_transport(config) == transport
 
 
 @pytest.mark.parametrize("name", NCCLS)
 def test_each_name_of_nccl_can_be_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
     check_transport(name)
-    assert torch_interface.config_of("mpi") == {"cpu": "mpi4py"}
-    assert torch_interface.config_of(name) == {"cpu": "gloo", "cuda": name}
+    assert config_of("mpi") == {"cpu": "mpi4py"}
+    assert config_of(name) == {"cpu": "gloo", "cuda": name}
     assert agreed_transport([Offer("a", 0, ["gpu"], name, is_asked=True)], 0) == name
 
 
@@ -78,7 +78,7 @@ def test_each_name_of_nccl_can_be_asked_for(name: str, monkeypatch: pytest.Monke
     ],
 )
 def test_tensors_that_need_no_copy_to_the_host(config: dict[str, str], carried: set[str]) -> None:
-    assert torch_interface.carried_types(config) == carried
+    assert carried_types(config) == carried
 
 
 def test_devices_are_named_as_their_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,18 +34,11 @@ from .torch_groups import (
     DefaultGroup,
     TorchGroups,
     abort_process_group,
+    adopted_config,
     allow_open_files,
+    config_of,
     gloo_interface,
     keep_process_groups,
-)
-from .torch_interface import (
-    adopted_config,
-    adopted_device,
-    adopted_transport,
-    bind_device,
-    config_of,
-    device_transport,
-    error_handling,
     wrapped,
 )
 
@@ -123,6 +116,54 @@ def _hosts(offers: Sequence[Offer], transport: str) -> list[str]:
 def _shown(host: str) -> str:
     """Return the host's own name from that of `own_node`."""
     return host.rpartition("-")[0] or host
+
+
+# The device of this process, and the transport that torch has for it.
+
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def error_handling(device: torch.device | None, env: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables with which NCCL's watchdog aborts its communicators without ending the process.
+
+    2 is `CleanUpOnly` in ProcessGroupNCCL.hpp. The calls of this package then raise, and elastic training can continue
+    in the process. A variable that the user has set stays.
+    """
+    return {} if device is None or env.get(_ERROR_HANDLING) else {_ERROR_HANDLING: "2"}
+
+
+def device_transport() -> str | None:
+    """Return the transport that torch has for this machine's accelerator; None without either."""
+    kind = accelerator.kind()
+    transport = dist.Backend.default_device_backend_map.get(kind) if kind else None
+    is_usable = transport is not None and needs_gpus(transport) and dist.is_backend_available(transport)
+    return transport if is_usable else None
+
+
+def bind_device(transport: str, views: Sequence[DeviceView], rank: int) -> torch.device | None:
+    """Choose this rank's device, and make it the current one. None if `transport` needs no devices."""
+    index = choose_devices(views)[rank] if needs_gpus(transport) else None
+    if index is None:
+        return None
+    device = torch.device(str(accelerator.kind()), index)
+    accelerator.bind(device)
+    return device
+
+
+def adopted_transport(config: Mapping[str, str]) -> str:
+    """Return the transport that carries the tensors of this machine's accelerator; without one, of the CPU."""
+    return transport_named(config.get(accelerator.kind() or "cpu", config["cpu"]))
+
+
+def adopted_device(transport: str) -> torch.device | None:
+    """Return the device to which the adopted group is bound, else the one that the program has chosen.
+
+    None if it needs no devices, or if the program has not used any.
+    """
+    if not needs_gpus(transport):
+        return None
+    bound: torch.device | None = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
+    return bound or accelerator.current_device()
 
 
 class TorchBackend(Backend):

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 
-from ...errors import ConfigurationError, HorovodInternalError
+from ...errors import ConfigurationError, HorovodInternalError, StallError
 from .. import accelerator
 from ..executor import CHECK_SECONDS, Patience, in_thread
 from ..extensions import extension, needed
@@ -31,9 +31,9 @@ from ..meeting.addresses import INTERFACE, check_interfaces, interface_of
 from ..meeting.server import SPARE_FILES, raise_file_limit
 from ..process_exit import never_delete, skip_destructors_at_exit
 from ..types import TORCH_OP_NAMES
+from . import needs_gpus
 from .base import Exchange, Group, Work
 from .store import connect_again
-from .torch_interface import carried_types, transport_timeout, wrapped
 
 # torch.distributed.nn.functional is imported here because its functions have the default group as the default value of
 # a parameter. Imported later, they would keep the group, with its connections, when this rank leaves the world, and
@@ -47,6 +47,67 @@ _ABORT_SECONDS = 30.0
 """How long to wait for the end of NCCL's kernels after a failure."""
 # Before torch 2.6, destroying a group ended its kernels too.
 abort_process_group = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+
+
+@contextlib.contextmanager
+def wrapped() -> Iterator[None]:
+    """Convert c10d's exceptions into those of this package."""
+    try:
+        yield
+    except HorovodInternalError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        if "aborted" in text and not dist.is_initialized():
+            raise HorovodInternalError(
+                "torch.distributed.destroy_process_group() has destroyed the groups of dualdist, too. Call "
+                "hvd.shutdown() in its place."
+            ) from error
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            raise StallError(f"A collective did not finish in time: {text}") from error
+        raise HorovodInternalError(text) from error
+
+
+def world_group() -> Any:
+    """Return torch's group of the whole world, None if torch.distributed does not run."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+# Which of torch's backends carries the tensors of which device.
+
+_CPU = "gloo"
+"""What carries tensors on the CPU beside a transport for accelerators."""
+_MPI = "mpi4py"
+"""Our backend over MPI: torch has one called mpi, which only a torch that was built with MPI can use."""
+_MARGIN = timedelta(seconds=30)
+
+
+def transport_timeout(timeout: timedelta, device: torch.device | None) -> timedelta:
+    """Return the timeout of the process groups, if dualdist reports a stall after `timeout`.
+
+    NCCL's watchdog ends the process at its timeout (ProcessGroupNCCL.cpp, `SkipCleanUp`), and its time begins earlier.
+    The margin lets the ranks report the stall before. device: to which the transport is bound.
+    """
+    return timeout if device is None else timeout + _MARGIN
+
+
+def config_of(transport: str) -> dict[str, str]:
+    """Return {type of device: torch's backend for it} for `transport`."""
+    if needs_gpus(transport):
+        return {"cpu": _CPU, str(accelerator.kind()): transport}
+    return {"cpu": _MPI if transport == "mpi" else transport}
+
+
+def adopted_config() -> dict[str, str]:
+    """Return what `config_of` does, for the process group that torch.distributed has. It always has the CPU."""
+    pairs = [part.split(":", 1) for part in dist.get_backend_config().split(",")]
+    return {"cpu": _CPU, **dict(pairs)}
+
+
+def carried_types(config: Mapping[str, str]) -> frozenset[str]:
+    """Return the types of devices whose tensors need no copy to the host."""
+    through_host = (_CPU, "mpi", _MPI)
+    return frozenset(kind for kind, name in config.items() if kind == "cpu" or name not in through_host)
 
 
 class _TorchWork(Work):
