@@ -134,7 +134,7 @@ def _checked(comm: Any, process_sets: Any, backend: Any, transport: Any) -> tupl
 def _launched(
     place: Mapping[str, Any], env: Mapping[str, str], seconds: float, comm: None
 ) -> Iterator[Launch]:
-    """Yield the launch that `place` and `env` describe. With MPI, mpi/part_of_world.py does it."""
+    """Yield the launch that `place` and `env` describe. With MPI, mpi/communicators.py does it."""
     yield launch_from(place, env)
 
 
