@@ -39,6 +39,7 @@ extensions.register(
         "horovod_backend": "dualdist.horovod.backend:HorovodBackend",
         "horovods_store": "dualdist.horovod.http_store",
         "launched": "dualdist.mpi.communicators:launched",
+        "marks": "dualdist.marks:check_marks",
         "mpi": "dualdist.mpi.meeting",
         "mpi_transport": "dualdist.mpi.transport",
         "observation": "dualdist.observation.world:WorldObservation",

@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dualdist.core.launch import LAUNCHERS, detect, launch_from
-from dualdist.core.launch.launchers import MARKS, OUTERMOST
+from dualdist.core.launch.launchers import OUTERMOST
 from dualdist.core.types import Launch
 from dualdist.errors import ConfigurationError
+from dualdist.marks import MARKS
 from dualdist.processes.variables import without_launchers
 
 from .test_detect import RECORDS

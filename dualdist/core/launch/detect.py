@@ -2,7 +2,8 @@
 
 One launcher can start another (a Slurm step that runs torchrun), so an environment may hold the variables of several.
 The innermost launcher wins: the one that may run inside all others that report another rank or size. A process without
-a launcher trains alone only if it carries no mark of one. The tables are in launchers.py.
+a launcher trains alone only if it carries no mark of one. The table of launchers is in launchers.py, that of marks
+in ../../marks.py.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any, NamedTuple
 
 from ...errors import ConfigurationError
 from ..checks import configuration, integer, text, wrong
+from ..extensions import extension
 from ..types import Launch
 from .environment import is_on, without_copies
-from .launchers import LAUNCHERS, MARKS, NAMED_BY, OUTERMOST, SITE, Launcher, Mark
+from .launchers import LAUNCHERS, NAMED_BY, OUTERMOST, SITE, Launcher
 
 _BY_HAND = ("env", SITE)
 """Launchers whose variables a script or a site can set under another launcher."""
@@ -277,6 +279,12 @@ def _plain_python(env: Mapping[str, str]) -> Launch:
     return _world_of_one("plain python", (f"SLURM_NTASKS={tasks}",) if tasks not in ("", "0", "1") else ())
 
 
+def _check_marks(row: Launcher | None, env: Mapping[str, str]) -> None:
+    """Raise ConfigurationError when `env`, taken for a world of one, has the mark of another launcher than `row`."""
+    if (check := extension("marks")) is not None:
+        check(row, env)
+
+
 def _world_of_one(source: str, ignored: tuple[str, ...] = ()) -> Launch:
     sources = MappingProxyType({"rank": source, "size": source})
     return Launch("python", sources=sources, by_launcher=False, ignored=ignored)
@@ -314,31 +322,6 @@ def _of_node(text: str, node: str) -> str:
     if len(set(sizes)) == 1:
         return str(sizes[0])
     return str(sizes[int(node)]) if node.isdecimal() and int(node) < len(sizes) else ""
-
-
-def _check_marks(row: Launcher | None, env: Mapping[str, str]) -> None:
-    """Raise ConfigurationError when `env`, taken for a world of one, has the mark of another launcher.
-
-    row: the launcher of that world, None for plain python. Marks of launchers that may have started it do not count.
-    """
-    for mark in MARKS:
-        text = env.get(mark.variable, "")
-        if re.fullmatch(mark.value, text) and not _is_explained(mark, row, env):
-            taken = "plain python" if row is None else f"a single process of {row.name}"
-            raise ConfigurationError(
-                f"`{mark.variable}` must be absent from {taken}, but is {text!r} instead: {mark.who} sets it for each "
-                "process that it starts. Name the variables of rank and size in DUALDIST_RANK_FROM and "
-                "DUALDIST_SIZE_FROM, or set DUALDIST_LAUNCHER=python to run a single process."
-            )
-
-
-def _is_explained(mark: Mark, row: Launcher | None, env: Mapping[str, str]) -> bool:
-    if row is not None and mark.variable == "RANK" and env["RANK"].strip("0") == "":
-        return True  # the launcher's own number, also set by a container (NVIDIA's Pyxis) or a site's lines
-    name, _, value = mark.unless.partition("=")
-    if name and env.get(name) == value:
-        return True
-    return row is not None and not {row.name, *row.inside}.isdisjoint(mark.rows)
 
 
 def node_counts(text: str) -> list[int] | None:

@@ -1,7 +1,6 @@
 """The table of launchers: the environment variables in which each one gives a process its rank and the world's size.
 
-A new launcher is a row of LAUNCHERS, here or in a package that registers it. MARKS are variables that only launched
-processes have, so that none of them trains alone by mistake.
+A new launcher is a row of LAUNCHERS. Beside the core, marks.py has variables that only launched processes have.
 
 Sources: torchrun, https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; horovodrun,
 horovod/runner/gloo_run.py:66; Open MPI, https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html; MPICH and
@@ -68,14 +67,14 @@ class Launcher:
 
 _TORCH_NUMBERS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 _SCHEDULERS = ("jsrun", "srun", "flux", "PALS", *OUTERMOST)
-_MPI = ("mpirun", "mpirun_rsh", "mpiexec", "prterun", "PMIx")
+MPI = ("mpirun", "mpirun_rsh", "mpiexec", "prterun", "PMIx")
 
 LAUNCHERS = (
     Launcher(
         "torchrun",
         *_TORCH_NUMBERS,
         markers=("TORCHELASTIC_RUN_ID",),
-        inside=(*_MPI, *_SCHEDULERS, SITE),
+        inside=(*MPI, *_SCHEDULERS, SITE),
         # torchrun hides from its processes that --nnodes is a range. Then it restarts them without --max-restarts, too.
         restarts=("TORCHELASTIC_MAX_RESTARTS", ELASTIC_DIR),
         init_method="env://",
@@ -88,7 +87,7 @@ LAUNCHERS = (
         local_rank="HOROVOD_LOCAL_RANK",
         local_size="HOROVOD_LOCAL_SIZE",
         markers=("HOROVOD_RANK", "HOROVOD_SIZE"),
-        inside=(*_MPI, *_SCHEDULERS, SITE),
+        inside=(*MPI, *_SCHEDULERS, SITE),
         elastic=("HOROVOD_ELASTIC=1",),
         starts_horovod=True,
         more=r"HOROVOD_(GLOO_(RENDEZVOUS|IFACE).*|LOCAL_.*|CROSS_.*|HOSTNAME|CONTROLLER|CPU_OPERATIONS|ELASTIC)",
@@ -240,74 +239,3 @@ NAMED_BY = {
     "local_size": "DUALDIST_LOCAL_SIZE_FROM",
 }
 """Field of Launcher -> the variable that names the variable with this number."""
-
-# Marks: variables that only a launched process has, also of launchers that give no rank and size.
-#
-# A process without a launcher of the table that carries one is one of several processes, and must not train alone.
-# Variables of an allocation or a batch script (SLURM_JOB_ID, PBS_NODEFILE, LSB_HOSTS, FLUX_URI) are no marks.
-#
-# Sources: PBS, pbsdsh(1B) (the batch script is task 1, on node 0); LSF, Open MPI 4 orte/mca/ess/lsf/ess_lsf_module.c;
-# aprun's ALPS_APP_PE, libfabric prov/gni; HPE MPI's MPT_LRANK, https://docs.lammps.org/Run_options.html; MPI_RANKID of
-# Platform MPI and MPIRUN_RANK, libfabric prov/psm3; hydra and Open MPI, the recorded environments of the
-# tests; SageMaker, the names in sagemaker-training-toolkit; Kubeflow Trainer 2, pkg/constants/constants.go.
-
-_POSITIVE = r"0*[1-9]\d*"
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A variable that shows that a launcher started this process."""
-
-    variable: str
-    who: str
-    """What sets it, in a few words."""
-    rows: tuple[str, ...] = ()
-    """Launchers of the table whose processes may have it, also because of what started the launcher."""
-    value: str = ".+"
-    """A regular expression: the values that show it."""
-    unless: str = ""
-    """NAME=VALUE: this setting shows that there is only one process."""
-
-
-_TORCH = ("torchrun", "env")
-_PMI = ("mpiexec", "mpirun_rsh", "jsrun", "srun", "flux", "PALS")
-_OPEN_MPI = ("mpirun", "jsrun")
-
-MARKS = (
-    Mark("RANK", "torchrun or a cluster", _TORCH),
-    Mark("LOCAL_RANK", "torchrun or a cluster", _TORCH, _POSITIVE),
-    Mark("GROUP_RANK", "torchrun", _TORCH, _POSITIVE),
-    Mark("NODE_RANK", "a cluster or Ray", _TORCH, _POSITIVE),
-    Mark("PET_NODE_RANK", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
-    Mark("PET_MASTER_ADDR", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
-    Mark("PET_RDZV_ENDPOINT", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
-    Mark("SM_HOSTS", "SageMaker", (*_TORCH, "mpirun"), ".*,.*"),
-    Mark("DUALDIST_RANK", "`dualdist run` or spawn", OUTERMOST),
-    Mark("DUALDIST_SIZE", "`dualdist run` or spawn", OUTERMOST),
-    Mark("OMPI_COMM_WORLD_LOCAL_RANK", "Open MPI's mpirun", _OPEN_MPI),
-    Mark("OMPI_UNIVERSE_SIZE", "Open MPI's mpirun", _OPEN_MPI),
-    Mark("OMPI_MCA_ess_base_vpid", "Open MPI's mpirun", _OPEN_MPI),
-    Mark("JSM_NAMESPACE_LOCAL_RANK", "jsrun", ("jsrun",)),
-    Mark("MV2_COMM_WORLD_LOCAL_RANK", "MVAPICH's mpirun_rsh", ("mpirun_rsh",)),
-    Mark("MPIRUN_RANK", "MVAPICH's mpirun_rsh", ("mpirun_rsh",)),
-    Mark("SLURM_PROCID", "srun", ("srun",), _POSITIVE),
-    Mark("SLURM_LOCALID", "srun", ("srun",), _POSITIVE),
-    Mark("SLURM_STEP_TASKS_PER_NODE", "srun", ("srun",)),
-    Mark("FLUX_TASK_LOCAL_ID", "flux run", ("flux",)),
-    Mark("PALS_LOCAL_RANKID", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
-    Mark("PALS_LOCAL_SIZE", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
-    Mark("PALS_APID", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
-    Mark("MPI_LOCALRANKID", "the mpiexec of MPICH or Intel MPI", _PMI),
-    Mark("HYDI_CONTROL_FD", "the mpiexec of MPICH or Intel MPI", _PMI),
-    Mark("PMI_LOCAL_RANK", "an MPI launcher", _PMI),
-    Mark("PMI_FD", "an MPI launcher", _PMI),
-    Mark("PMI_ID", "an MPI launcher", _PMI),
-    Mark("PMI_PORT", "an MPI launcher", _PMI),
-    Mark("PBS_TASKNUM", "pbsdsh", _MPI, r"(?!0*1$).+"),
-    Mark("PBS_NODENUM", "pbsdsh", _MPI, _POSITIVE),
-    Mark("PBS_VNODENUM", "pbsdsh", _MPI, _POSITIVE),
-    Mark("LSF_PM_TASKID", "LSF's blaunch", _MPI),
-    Mark("ALPS_APP_PE", "Cray's aprun"),
-    Mark("MPT_LRANK", "HPE MPI's mpiexec_mpt"),
-    Mark("MPI_RANKID", "Platform MPI's mpirun"),
-)
