@@ -2,6 +2,6 @@
 
 A collective is a Call of a Kind (call.py). A Channel (channel.py) runs the calls of one process set, in the guard
 (guard.py). Before each call it asks whether all members make the same one (`agree` in matching.py), over sockets
-between the members (connections.py). If they do not, `match` decides which pending calls run or raise. Stalls and
-deaths are named by watch.py. ahead.py has the calls that need no agreement. timeline.py and usage.py record times.
+between the members (connections.py). If they do not, `match` decides which pending calls run or raise. What others see
+of a call is in observers.py: the ranks that are missing in a stall, and when a call ran (dualdist/observation).
 """
