@@ -186,6 +186,11 @@ def cloned(value: Any) -> Any:
     return to_portable(value, "state", lambda tensor, where: tensor.to("cpu", copy=True))
 
 
+_ALIGNMENT = 64
+"""In bytes, of the copies of tensors in host memory."""
+_LARGEST_CHUNK = 1 << 30
+
+
 class HostCopy:
     """A copy of a state in host memory. The next copy reuses its tensors, since new pages cost more than copying.
 
@@ -194,6 +199,24 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._held: dict[str, torch.Tensor] = {}
+        self._chunk = torch.UntypedStorage(0, device="cpu")
+        """Where the next copies from a device lie: a part of it each, since a piece of pinned memory is rounded up."""
+        self._used = 0
+
+    def _memory_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return host memory for a copy of `tensor`, with a storage of its own, as torch.save writes whole ones."""
+        if tensor.layout is not torch.strided or not accelerator.has_streams(tensor):
+            return torch.empty_like(tensor, device="cpu")
+        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        if start + tensor.nbytes > self._chunk.nbytes():
+            held = sum(copy.nbytes for copy in self._held.values())  # so that a small state takes little
+            size = 1 << max(tensor.nbytes - 1, min(held, _LARGEST_CHUNK - 1)).bit_length()
+            self._chunk = accelerator.host_memory(size, torch.uint8, tensor.device).untyped_storage()
+            start = 0
+        self._used = start + tensor.nbytes
+        strides = torch.empty_like(tensor, device="meta").stride()
+        memory = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return memory.set_(self._chunk[start : self._used], 0, tensor.shape, strides)
 
     def take(self, value: Any, where: str) -> Any:
         """Return `value` as `on_host` does, but with every tensor copied."""
@@ -203,7 +226,7 @@ class HostCopy:
         def copied(tensor: torch.Tensor, where: str) -> torch.Tensor:
             copy = held.pop(where, None)
             if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-                copy = accelerator.host_memory_like(tensor)
+                copy = self._memory_for(tensor)
             copy.copy_(tensor, non_blocking=True)
             sources.append(tensor)
             self._held[where] = copy

@@ -117,11 +117,14 @@ def keep_until_done(tensor: torch.Tensor, stream: torch.Stream) -> None:
         part.record_stream(stream)
 
 
-def host_memory_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory of the host for a copy of `tensor`. It is pinned, so that copies do not wait, if possible."""
+def host_memory(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory of the host, ((length,), dtype), for copies from `device`. It is pinned, if possible.
+
+    Copies then do not wait. torch takes a power of two of bytes (CachingHostAllocator.h), and keeps what is freed.
+    """
     with contextlib.suppress(RuntimeError):  # the runtime of the device has none, or none left
-        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == kind())
-    return torch.empty_like(tensor, device="cpu")
+        return torch.empty(length, dtype=dtype, device="cpu", pin_memory=device.type == kind())
+    return torch.empty(length, dtype=dtype, device="cpu")
 
 
 class StreamOrder:

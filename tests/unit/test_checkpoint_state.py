@@ -17,9 +17,10 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dualdist.checkpoint import Manifest, RandomState, restoration
+from dualdist.checkpoint import Manifest, RandomState, contents, restoration
 from dualdist.checkpoint.contents import HostCopy, check_state, collect, digest, fitting_part, on_host
 from dualdist.checkpoint.format import MemoryFile, copy_verified, write_checkpoint
+from dualdist.core import accelerator
 from dualdist.errors import CheckpointError
 
 
@@ -144,6 +145,31 @@ def test_a_host_copy_is_independent_of_the_state_and_reused() -> None:
     assert second["weight"] is first["weight"]
     assert second["weight"].tolist() == [2, 2, 2]
     assert list(copy._held) == ["state['weight']"], "a tensor that is no longer saved must not be held"
+
+
+def test_pinned_copies_of_a_state_take_little_more_than_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch takes a power of two for each piece of pinned memory. The CPU stands in for a device."""
+    asked: list[int] = []
+
+    def host_memory(length: int, *_: object) -> torch.Tensor:
+        asked.append(length)
+        return torch.empty(length, dtype=torch.uint8)
+
+    monkeypatch.setattr(accelerator, "has_streams", lambda tensor: True)
+    monkeypatch.setattr(accelerator, "host_memory", host_memory)
+    monkeypatch.setattr(contents, "_LARGEST_CHUNK", 1 << 18)
+    shapes = [(320, 40), *[(40, 40)] * 4, *[(110, 40)] * 3, (40,)] * 20  # as in a language model
+    state = {str(place): torch.full(shape, float(place)).t() for place, shape in enumerate(shapes)}
+    copy = HostCopy().take(state, "state")
+    assert sum(1 << (length - 1).bit_length() for length in asked) < 1.2 * sum(
+        one.nbytes for one in state.values()
+    )
+    torch.save(copy, tmp_path / "copy")
+    assert (tmp_path / "copy").stat().st_size < 1.1 * sum(one.nbytes for one in state.values())
+    for name, tensor in torch.load(tmp_path / "copy").items():
+        assert torch.equal(tensor, state[name]) and tensor.stride() == state[name].stride()
 
 
 def test_the_versions_of_submodules_are_kept(tmp_path: Path) -> None:

@@ -47,17 +47,19 @@ def test_what_cannot_start_raises_where_it_is_waited_for_and_the_next_one_runs()
 def test_a_copy_lies_in_pageable_memory_where_the_runtime_of_the_device_pins_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    empty_like = torch.empty_like
+    empty = torch.empty
 
-    def without_pins(tensor: torch.Tensor, *, device: str, pin_memory: bool = False) -> torch.Tensor:
+    def without_pins(
+        length: int, *, dtype: torch.dtype, device: str, pin_memory: bool = False
+    ) -> torch.Tensor:
         asked.append(pin_memory)
         if pin_memory:
             raise RuntimeError("no pinned memory")
-        return empty_like(tensor, device=device)
+        return empty(length, dtype=dtype, device=device)
 
     asked: list[bool] = []
     monkeypatch.setattr(accelerator, "kind", lambda: "meta")
-    monkeypatch.setattr(torch, "empty_like", without_pins)
-    memory = accelerator.host_memory_like(torch.ones(3, dtype=torch.float16, device="meta"))
+    monkeypatch.setattr(torch, "empty", without_pins)
+    memory = accelerator.host_memory(3, torch.float16, torch.device("meta"))
     assert asked == [True, False]
     assert (memory.is_cpu, memory.shape, memory.dtype) == (True, (3,), torch.float16)

@@ -511,7 +511,7 @@ class BucketMemory:
         """Return memory of the host for a copy of `sent`, which is what is sent of this memory; each time the same."""
         held = self._host
         if held is None or (held.shape, held.dtype) != (sent.shape, sent.dtype):
-            self._host = held = accelerator.host_memory_like(sent)
+            self._host = held = accelerator.host_memory(len(sent), sent.dtype, sent.device)
         return held
 
     @torch.no_grad()
