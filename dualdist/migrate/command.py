@@ -5,6 +5,8 @@
     dualdist migrate --write train.py      # make them in place; comments and formatting stay
 
 Give all files of a job that start or use its processes: torch's DDP is replaced only where every init_process_group is.
+If the script needs what a launcher knows (RANK, --local_rank), or starts its own processes, hvd.init() is the first
+call, and a rank or a size that the script computes is compared with the launcher's.
 A notebook (.ipynb) is read as one script of its code cells; all but these stays.
 
   change      can be made mechanically: --write makes it
@@ -31,10 +33,10 @@ import re
 import sys
 import tokenize
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import dualdist
 
@@ -91,11 +93,19 @@ _OF_DDP = (
     "backward() decides whether gradients are averaged, not forward(); a forward in evaluation copies no buffers",
 )
 _EXEC = (
-    "not changed: backend, rank or size are not certain. Write hvd.init(), which gets them from the launcher, or start "
-    "this file as it is by `dualdist exec`"
+    "not changed: {}. Write hvd.init(), which gets rank and size from the launcher, or start this file as it is by "
+    "`dualdist exec`"
 )
 _MPI = "COMM_WORLD has size 1 under launchers without MPI: use hvd.rank(), hvd.broadcast_object() etc. after hvd.init()"
-_SPAWN = "hvd.init() would leave each of these processes alone: use hvd.spawn(function, args, nprocs=), or a launcher"
+_ALONE = (
+    "hvd.init() would leave each of these processes alone: call the function once, with hvd.local_rank(), and start "
+    "the script by a launcher; or use hvd.spawn(function, args, nprocs=)"
+)
+_OPTION = "only torch.distributed.launch passes --local_rank"
+_COUNT = "as many processes as the launcher has started on this host"
+_INIT = ("backend", "init_method", "timeout", "world_size", "rank")
+_SPAWN = ("fn", "args", "nprocs", "join", "daemon", "start_method")
+"""The parameters of torch's init_process_group, and of its spawn."""
 _STARTERS = ("spawn", "start_processes", "Process")
 _STARTING_PACKAGES = ("torch", "multiprocessing")
 """Functions that start processes which no launcher knows, and the packages that have them."""
@@ -150,7 +160,10 @@ def execute(args: argparse.Namespace) -> int:
 
 def _changed(source: Source, findings: Sequence[Finding]) -> str:
     text = source.text
-    for start, end, new in sorted({edit for finding in findings for edit in finding.edits}, reverse=True):
+    edits = dict.fromkeys(edit for finding in findings for edit in finding.edits)
+    for start, end, new in reversed(
+        sorted(edits, key=lambda edit: edit[:2])
+    ):  # several at one place keep their order
         text = text[:start] + new + text[end:]
     with _usable(source.path, _SOURCE):
         ast.parse(text, source.path)
@@ -214,6 +227,19 @@ class Source:
                 self.bindings.setdefault(name, []).append((node, meaning))
         meanings = [meaning for bound in self.bindings.values() for _, meaning in bound]
         self.packages = {meaning.partition(".")[0] for meaning in meanings}
+        self.imported = {part for meaning in meanings for part in meaning.split(".")}
+        top = [name for name in self.bindings if self.meaning(name) in ("dualdist", "horovod.torch")]
+        self.imports_dualdist = bool(top)
+        self.module = top[0] if top else "hvd" if "hvd" not in self.bindings else "dualdist"
+        """The name of dualdist in this file, or the one that it gets."""
+        self.joins = [call for package in ("horovod", "dualdist") for call in self.calls(package, "init")]
+        options = [
+            call for call in self.nodes if getattr(getattr(call, "func", 0), "attr", "") == "add_argument"
+        ]
+        flags = {call: {getattr(flag, "value", "") for flag in call.args} for call in options}
+        options = [call for call in options if flags[call] & {"--local_rank", "--local-rank"}]
+        self.options = [call for call in options if "LOCAL_RANK" not in self.segment(call)]
+        """The calls that add an option --local_rank with another default than LOCAL_RANK."""
         self.accesses = [(node, *access) for node in self.nodes if (access := _access(self, node))]
         """The strings that name launchers' variables: each with the variable, and whether it is set."""
 
@@ -432,6 +458,15 @@ def _starts_processes(source: Source, function: Any) -> bool:
     return name in _STARTERS and (is_unknown or package in _STARTING_PACKAGES)
 
 
+class Start(NamedTuple):
+    """What becomes of the arguments of init_process_group in hvd.init()."""
+
+    kept: str
+    numbers: str
+    """A rank and a size that the script computes: a second hvd.init() compares them with those of the launcher."""
+    lost: str
+
+
 class Job:
     """What the files of a job say together."""
 
@@ -439,38 +474,59 @@ class Job:
         self.has_horovod = any(_is_horovod(name) for source in sources for name in source.packages)
         self.uses_hvd = self.has_horovod or any("dualdist" in source.packages for source in sources)
         calls = [(source, node) for source in sources for node in source.nodes if isinstance(node, ast.Call)]
-        self.starts = {node for source, node in calls if _starts_processes(source, node.func)}
+        starts = [(source, node) for source, node in calls if _starts_processes(source, node.func)]
+        self.starts = {node: _called_once(source, node) for source, node in starts}
+        """A call that starts processes -> what takes its place; "" if that is not certain."""
         inits = [(source, call) for source in sources for call in source.calls("torch", "init_process_group")]
         self.arguments = {call: _init_arguments(source, call) for source, call in inits}
         """Call of init_process_group -> the arguments for hvd.init(); None if they are not certain."""
-        is_certain = bool(inits) and None not in self.arguments.values()
-        self.replaces = is_certain and not self.uses_hvd and not self.starts
+        self._in_arguments = {node for call in self.arguments for node in ast.walk(call)}
+        self._after = {source.function(call): call.lineno for source, call in inits}
+        computes = any(start and start.numbers for start in self.arguments.values())
+        self.is_first = computes or any(self.starts.values()) or any(map(self._needs_launcher, sources))
+        """Whether hvd.init() must be the first call, not in place of init_process_group."""
+        self.started = _started(sources) if self.is_first else []
+        is_certain = bool(inits) and None not in self.arguments.values() and "" not in self.starts.values()
+        self.replaces = is_certain and bool(self.started or not self.is_first)
+        joins = [source.function(call) is source.tree for source in sources for call in source.joins]
+        self.is_joined = any(joins) or (self.replaces and self.is_first)
+        """Whether the world is joined before any function runs."""
+
+    def _needs_launcher(self, source: Source) -> bool:
+        """Return whether a file reads what a launcher has set, and perhaps before init_process_group."""
+        reads = [node for node, name, is_set in source.accesses if _VARIABLES[name][0] and not is_set]
+        early = [node for node in reads if node.lineno <= self._after.get(source.function(node), node.lineno)]
+        return bool({*early, *source.options} - self._in_arguments)
 
     def findings(self, source: Source) -> list[Finding]:
         """Return what there is to say about one of the files, in the order of its lines."""
         found = [*_horovod(source)]
-        if self.replaces:
-            found += self._replacements(source)
         if not self.uses_hvd and not self.arguments:
             text = "no file calls init_process_group(): give all files of the job"
             for name in ("DistributedDataParallel", "DistributedSampler"):
                 found += [Finding(call.lineno, BY_HAND, text) for call in source.calls("torch", name)]
         else:
-            found += [*self._torch(source), *self._variables(source)]
+            found += [*self._replacements(source), *self._torch(source), *self._variables(source)]
         return sorted(dict.fromkeys(found), key=lambda finding: finding.line)
 
     def _replacements(self, source: Source) -> Iterator[Finding]:
         """Yield the changes from torch's functions to dualdist's."""
-        module = "hvd" if "hvd" not in source.bindings else "dualdist"
+        module = source.module
         edited: set[Any] = set()
         for torchs, (name, text) in _OF_TORCH.items():
+            if not self.replaces and (self.arguments or torchs != "DistributedDataParallel"):
+                continue
             for call in source.calls("torch", torchs):
                 count = len([*call.args, *call.keywords])
                 if count > {"shutdown": 0, "SyncBatchNorm.convert_sync_batchnorm": 1}.get(name, count):
                     continue  # of a group
                 new, node = f"{module}.{name}", call.func
-                if call in self.arguments:
-                    new, node = f"{new}({self.arguments[call]})", call
+                if start := self.arguments.get(call):
+                    kept, lost = ("", start.kept) if self.is_first else (start.kept, "")
+                    new, node = f"{new}({_listed(kept, start.numbers)})", call
+                    if lost := _listed(start.lost, lost):
+                        advice = "hvd.init() chooses the transport, and the first one takes transport= and timeout="
+                        yield Finding(call.lineno, DIFFERS, f"{lost} goes: {advice}")
                 yield source.change(node, new, f"{module}.{name}() {text}")
                 edited |= set(ast.walk(node))
                 if name == "DistributedDataParallel":
@@ -478,24 +534,54 @@ class Job:
                     for key in call.keywords:
                         if key.arg in ("find_unused_parameters", "static_graph"):
                             yield Finding(key.lineno, NOT_NEEDED, f"{key.arg} has no effect")
-        if edited:
-            yield _new_import(source, module)
+        for node in source.nodes if self.replaces else ():
+            if self.starts.get(node):
+                text = "the launcher starts the processes, as in `dualdist run -np 2 python train.py`"
+                yield source.change(node, self.starts[node], text)
+                edited |= {*ast.walk(node.func)}
+                yield from _counts(source, node)
+            elif node in source.options:
+                yield _local_rank_default(source, node)
+        yield from self._first_lines(source, bool(edited))
         loads = {node.id for node in source.nodes if isinstance(node, ast.Name) and node not in edited}
         for name in sorted({node.id for node in edited if isinstance(node, ast.Name)} - loads):
             for node, meaning in source.bindings[name] if source.meaning(name).startswith("torch") else ():
                 yield Finding(node.lineno, NOT_NEEDED, f"the import of {meaning}: nothing else uses it")
 
+    def _first_lines(self, source: Source, is_edited: bool) -> Iterator[Finding]:
+        """Yield the imports that the changes need, and the first call of a file that is started."""
+        is_started = self.replaces and source in self.started
+        body = [
+            node for node in source.tree.body if not re.match(r"from __future__|['\"]", ast.unparse(node))
+        ]
+        torch = [node for node in body if re.match(r"(import|from) torch\b", ast.unparse(node))]
+        if is_started or (is_edited and not source.imports_dualdist):
+            text = "import dualdist as hvd" if source.module == "hvd" else "import dualdist"
+            yield _inserted(source, [*([] if is_started else torch), *body][0], text, f"add `{text}`")
+        if self.replaces and source.options and source.meaning("os") != "os":
+            yield _inserted(source, body[0], "import os", "add `import os`")
+        if is_started:
+            text, why = (
+                f"{source.module}.init()",
+                "is the first call: what follows needs what the launcher knows",
+            )
+            # Processes of data loaders may import this file, too.
+            line = f'if __name__ == "__main__":\n    {text}' if _guard(source) else text
+            yield _inserted(source, body[0], line, f"{text} {why}")
+
     def _torch(self, source: Source) -> Iterator[Finding]:
         """Yield what there is to say about processes and groups, except for the changes."""
+        is_certain = None not in self.arguments.values()
         for node in source.nodes:
             path = source.dotted(node)
-            if node in self.starts and self.arguments:
-                yield Finding(node.lineno, BY_HAND, _SPAWN)
-            elif node in self.arguments and self.uses_hvd:
-                text = "init_process_group() raises ValueError after hvd.init(), which opens torch's default group"
-                yield Finding(node.lineno, DIFFERS, text)
+            if node in self.starts and self.arguments and not self.replaces:
+                yield Finding(node.lineno, BY_HAND, _ALONE)
             elif node in self.arguments and not self.replaces:
-                yield Finding(node.lineno, BY_HAND, _EXEC)
+                why = "what starts it is to be changed by hand, or not among the files"
+                why = why if is_certain else "its arguments, here or in another file, are not certain"
+                yield Finding(node.lineno, BY_HAND, _EXEC.format(why))
+            elif node in source.options and self.uses_hvd and not self.replaces:
+                yield Finding(node.lineno, BY_HAND, f"{_OPTION}: use hvd.local_rank()")
             elif path == "mpi4py.MPI.COMM_WORLD":
                 yield Finding(node.lineno, BY_HAND, _MPI)
             elif path == "torch.distributed.is_initialized" and self.has_horovod:
@@ -505,25 +591,33 @@ class Job:
     def _variables(self, source: Source) -> Iterator[Finding]:
         """Yield what there is to say about the environment variables that launchers set."""
         has_init = self.uses_hvd or self.replaces
-        inits = [call for package in ("horovod", "dualdist") for call in source.calls(package, "init")]
-        inits += source.calls("torch", "init_process_group") if self.replaces else []
-        after = {source.function(call): call.lineno for call in inits}
+        joins = [*source.joins, *(source.calls("torch", "init_process_group") if self.replaces else [])]
+        joins.sort(key=lambda call: -call.lineno)
+        after = {source.function(call): call.lineno for call in joins}
+        if self.is_joined:
+            after = {source.tree: after.get(source.tree, 0)}
         early = [node for node, _, is_set in source.accesses if not is_set]
-        early = [node for node in early if node.lineno <= after.get(source.function(node), node.lineno)]
-        replaced = {node for call in self.arguments for node in ast.walk(call)} if self.replaces else set()
+        early = [node for node in early if node.lineno <= after.get(source.function(node), 0)]
+        is_torchs_too = any(name in _SET_BY_INIT for _, name, _ in source.accesses)
         for node, name, is_set in source.accesses:
-            if node in replaced:
+            if self.replaces and node in self._in_arguments:
                 continue
             (number, launcher), is_torchs = _VARIABLES[name], name in _SET_BY_INIT
+            whole = source.parents[source.parents[node]]
+            is_tested = isinstance(source.parents[node], ast.Compare) and is_torchs_too
             if is_set and is_torchs:
                 text = f"setting {name}: hvd.init() sets it, and `dualdist exec` before the script starts"
-                is_read = name in {other.value for other in early}
-                edits = _removal(source, node, inits) if self.replaces and not is_read else ()
+                edits = _removal(source, node, joins) if self.replaces else ()
                 yield Finding(node.lineno, CHANGE if edits else NOT_NEEDED, text, edits)
             elif is_set:
                 text = f"{name} is set here: {launcher} sets it, and dualdist reads it"
                 yield Finding(node.lineno, BY_HAND, text)
-            elif has_init and (not is_torchs or node in early):
+            elif self.replaces and self.is_first and (is_torchs or is_tested):
+                continue
+            elif self.replaces and self.is_first and number and not self.starts and _is_int(whole):
+                text = f"{source.module}.{number}()"
+                yield source.change(whole, text, f"{text} instead of {name}, which only {launcher} sets")
+            elif has_init and not is_tested and (not is_torchs or node in early):
                 uses = [f"use hvd.{number}()"] * bool(number)
                 uses += ["read it after hvd.init(), which sets it"] * is_torchs
                 text = f"{name} is a variable of {launcher}: {' or '.join(uses)}"
@@ -533,24 +627,96 @@ class Job:
                 yield Finding(node.lineno, NOT_NEEDED, text)
 
 
-def _init_arguments(source: Source, call: Any) -> str | None:
-    """Return the arguments of hvd.init() in place of those of init_process_group(); None if that is not certain."""
-    names = ("backend", "init_method", "timeout", "world_size", "rank")
-    given = dict(zip(names, call.args, strict=False)) | {key.arg: key.value for key in call.keywords}
-    text = source.segment(call)
+def _given(call: Any, names: Sequence[str]) -> dict[str | None, Any]:
+    """Return the arguments of a call by the names of the parameters; of `**` by None."""
+    return dict(zip(names, call.args, strict=False)) | {key.arg: key.value for key in call.keywords}
+
+
+def _is_plain(source: Source, call: Any, given: Mapping[str | None, Any]) -> bool:
+    """Return whether a call is a statement that can be replaced: no comment is in it, and no `*` or `**`."""
+    text, count = source.segment(call), len([*call.args, *call.keywords])
+    is_unpacked = None in given or any(isinstance(value, ast.Starred) for value in given.values())
     is_statement = isinstance(source.parents[call], ast.Expr) and not ("#" in text and "\n" in text)
-    if not is_statement or len(given) < len([*call.args, *call.keywords]) or not given.keys() <= set(names):
+    return is_statement and not is_unpacked and len(given) == count
+
+
+def _called_once(source: Source, call: Any) -> str:
+    """Return the call that takes the place of mp.spawn() where a launcher starts the processes; "" if unsure."""
+    given, path = _given(call, _SPAWN), source.dotted(call.func)
+    is_torchs = path.startswith("torch.") and given.keys() <= set(_SPAWN)
+    waits = getattr(given.get("join"), "value", True) is True
+    if not (is_torchs and waits and "fn" in given and _is_plain(source, call, given)):
+        return ""
+    args, function = given.get("args"), source.segment(given["fn"])
+    items = [f"*{source.segment(args)}"] if args else []
+    if isinstance(args, ast.Tuple | ast.List):
+        items = [source.segment(item) for item in args.elts]
+    function = function if isinstance(given["fn"], ast.Name | ast.Attribute) else f"({function})"
+    return f"{function}({_listed(f'{source.module}.local_rank()', *items)})"
+
+
+def _counts(source: Source, call: Any) -> Iterator[Finding]:
+    """Yield the changes of what a variable or an attribute gets that is the number of processes to start."""
+    count = _given(call, _SPAWN).get("nprocs", call)
+    for node in source.nodes:
+        if isinstance(node, ast.Assign) and [*map(ast.unparse, node.targets)] == [ast.unparse(count)]:
+            if isinstance(count, ast.Attribute) or source.function(node) is source.function(call):
+                yield source.change(node.value, f"{source.module}.local_size()", _COUNT)
+
+
+def _local_rank_default(source: Source, call: Any) -> Finding:
+    keys = {key.arg: key for key in call.keywords}
+    value = source.segment(keys["default"].value) if "default" in keys else "0"
+    start, end = source.span(keys.get("default") or keys.get("required") or [*call.args, *call.keywords][-1])
+    new = f'default=int(os.environ.get("LOCAL_RANK", {value}))'
+    edit = (start, end, new) if {"default", "required"} & keys.keys() else (end, end, f", {new}")
+    return Finding(call.lineno, CHANGE, f"{_OPTION}: LOCAL_RANK is its default", (edit,))
+
+
+def _is_int(node: Any) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "int" and len(node.args) == 1
+
+
+def _listed(*arguments: str) -> str:
+    return ", ".join(filter(None, arguments))
+
+
+def _init_arguments(source: Source, call: Any) -> Start | None:
+    """Return the arguments of hvd.init() in place of those of init_process_group(); None if that is not certain."""
+    given = _given(call, _INIT)
+    if not _is_plain(source, call, given) or not given.keys() <= {*_INIT, "device_id", "group_name"}:
         return None
     numbers = {name: given[name] for name in ("rank", "world_size") if name in given}
-    is_certain = all(_is_number(source, node, name.removeprefix("world_")) for name, node in numbers.items())
-    backends = source.values(given["backend"]) if "backend" in given else []
-    is_certain &= all(getattr(node, "value", 0) in _TRANSPORTS for node in backends)
+    computed = {
+        name: node
+        for name, node in numbers.items()
+        if not _is_number(source, node, name.removeprefix("world_"))
+    }
     # Given rank and size, the method is only where the processes meet.
-    method = ast.unparse(given["init_method"]) if "init_method" in given else "'env://'"
-    is_certain &= len(numbers) == 2 or method == "'env://'"
-    arguments = {"transport": given.get("backend"), "timeout": given.get("timeout")}
-    texts = [f"{name}={source.segment(node)}" for name, node in arguments.items() if node]
-    return ", ".join(texts) if is_certain else None
+    methods = source.values(given["init_method"]) if "init_method" in given else []
+    is_found = len(numbers) == 2 or all(getattr(method, "value", 0) == "env://" for method in methods)
+    block: Any = call
+    while source.parents[block] is not source.tree:
+        block = source.parents[block]
+    # After the first hvd.init(), the call would be passed over, and with it the comparison.
+    if not is_found or (computed and "is_initialized" in source.segment(block)):
+        return None
+    timeout = [f"timeout={source.segment(node)}" for name, node in given.items() if name == "timeout"]
+    backend = _transport(source, given.get("backend"))
+    lost = source.segment(given["backend"]) if "backend" in given and not backend else ""
+    texts = [f"{name}={source.segment(node)}" for name, node in computed.items()]
+    return Start(_listed(backend, *timeout), _listed(*texts), lost)
+
+
+def _transport(source: Source, backend: Any) -> str:
+    """Return the argument of hvd.init() for a backend of torch; "" if it is absent, or not among the transports."""
+    member = source.dotted(backend) if backend else ""
+    if re.fullmatch(r"torch\.distributed\.(\w+\.)?Backend\.\w+", member):
+        name = member.rpartition(".")[2].lower()
+        return f'transport="{name}"' if name in _TRANSPORTS else ""
+    values = source.values(backend) if backend else []
+    is_known = values and all(getattr(value, "value", 0) in _TRANSPORTS for value in values)
+    return f"transport={source.segment(backend)}" if is_known else ""
 
 
 def _is_number(source: Source, node: Any, number: str) -> bool:
@@ -584,12 +750,24 @@ def _removal(source: Source, node: Any, inits: Sequence[Any]) -> tuple[Edit, ...
     return ((line, rest.end() + len(rest[1]), "") if rest[1] else (first, rest.end(), ""),)
 
 
-def _new_import(source: Source, module: str) -> Finding:
-    """Return the finding that adds the import of dualdist: before that of torch, else before all code."""
-    text = "import dualdist as hvd" if module == "hvd" else "import dualdist"
-    later = [node for node in source.tree.body if not re.match(r"from __future__|['\"]", ast.unparse(node))]
-    places = [node for node in later if re.match(r"(import|from) torch\b", ast.unparse(node))] or later
-    line = min(node.lineno for node in [places[0], *getattr(places[0], "decorator_list", ())])
+def _guard(source: Source) -> Any:
+    """Return the block of a file that runs only if the file is started; None if there is none."""
+    blocks = [node for node in source.tree.body if isinstance(node, ast.If)]
+    return next((block for block in blocks if "__name__" in ast.unparse(block.test)), None)
+
+
+def _started(sources: Sequence[Source]) -> list[Source]:
+    """Return the files that are started: those with a block for it, else those that run code and are not imported."""
+    used = {part for source in sources for part in source.imported}
+    unused = [source for source in sources if Path(source.path).stem not in used]
+    runs = ast.Expr | ast.For | ast.While | ast.With
+    running = [source for source in unused if any(isinstance(node, runs) for node in source.tree.body[1:])]
+    return [source for source in sources if _guard(source)] or running
+
+
+def _inserted(source: Source, node: Any, text: str, why: str) -> Finding:
+    """Return the finding that inserts lines before a statement of the module."""
+    line = min(each.lineno for each in [node, *getattr(node, "decorator_list", ())])
     start, ending = source.starts[line - 1], re.search(r"[\r\n]+\Z", source.lines[line - 1])
-    new = text + (ending[0] if ending else "\n")
-    return Finding(line, CHANGE, f"add `{text}`", ((start, start, new),))
+    end = ending[0] if ending else "\n"
+    return Finding(line, CHANGE, why, ((start, start, text.replace("\n", end) + end),))

@@ -343,14 +343,23 @@ def test_it_needs_no_torch_and_runs_nothing(tmp_path: Path) -> None:
         ("import os\nimport dualdist as hvd\nos.environ['HOROVOD_RANK']", 3, "hvd.rank()"),
         ("import os\nimport dualdist as hvd\nif 'OMPI_COMM_WORLD_SIZE' in os.environ: 0", 3, "hvd.size()"),
         ("import os\nimport dualdist as hvd\nos.getenv('LOCAL_RANK')\nhvd.init()", 3, "hvd.local_rank()"),
-        (DDP.replace('"gloo"', "args.backend"), 4, "dualdist exec"),
-        (DDP.replace('"gloo"', "b") + "b = 'gloo'\ndel b\n", 4, "dualdist exec"),
-        (DDP.replace('"gloo"', '"gloo", rank=rank, world_size=2'), 4, "dualdist exec"),
         (DDP.replace('"gloo"', '"gloo", init_method=url'), 4, "dualdist exec"),
         (DDP.replace('"gloo"', '"gloo", store=store'), 4, "dualdist exec"),
         (DDP.replace('"gloo"', "*given"), 4, "dualdist exec"),
         (DDP.replace('"gloo"', '\n  # why\n  "gloo"'), 4, "dualdist exec"),
-        (DDP + "torch.multiprocessing.spawn(f)", 6, "hvd.spawn"),
+        (DDP + "torch.multiprocessing.spawn(f, join=False)", 6, "hvd.spawn"),
+        (
+            DDP.replace("dist.init", "if dist.is_initialized() == 0: dist.init").replace('o"', 'o", rank=r'),
+            4,
+            "exec",
+        ),
+        (
+            DDP.replace('"gloo"', "rank=r, world_size=2").replace("dist.i", "def f(): dist.i") + "m = f",
+            4,
+            "exec",
+        ),
+        ("import dualdist\nparser.add_argument('--local_rank', default=-1)", 2, "use hvd.local_rank()"),
+        ("import dualdist as hvd\n" + DDP.replace('"gloo"', "store=store"), 5, "dualdist exec"),
     ],
 )
 def test_what_is_not_certain_is_said_and_left(
@@ -398,7 +407,7 @@ def test_ddp_is_replaced_where_every_init_process_group_is(tmp_path: Path, findi
         'hvd.init(transport="gloo")\n'
         "model = hvd.DistributedDataParallel(torch.nn.Linear(1, 1))\n"
     )
-    uncertain = "import torch.distributed\ntorch.distributed.init_process_group(backend)\n"
+    uncertain = "import torch.distributed\ntorch.distributed.init_process_group(store=store)\n"
     assert not [kind for _, kind, _ in findings(DDP, uncertain) if kind == "change"]
     user = "import torch\nmodel = torch.nn.parallel.DistributedDataParallel(model)\n"
     alone = "no file calls init_process_group(): give all files of the job"
@@ -411,7 +420,8 @@ def test_ddp_is_replaced_where_every_init_process_group_is(tmp_path: Path, findi
     [
         ("import psutil; psutil.Process().memory_info()", True),
         ("import numpy as np; np.random.SeedSequence(1).spawn(4)", True),
-        ("import torch.multiprocessing as mp; mp.spawn(f, nprocs=2)", False),
+        ("import torch.multiprocessing as mp; mp.spawn(f, nprocs=2)", True),
+        ("import torch.multiprocessing as mp; mp.spawn(f, nprocs=2, join=False)", False),
         ('import multiprocessing; multiprocessing.get_context("spawn").Process(target=f).start()', False),
         ("context.Process(target=f).start()", False),
     ],
@@ -447,7 +457,7 @@ def test_the_import_is_added_below_what_must_be_first_and_by_another_name_where_
     assert migrated(tmp_path, text) == expected.encode()
 
 
-def test_setting_the_rendezvous_before_init_is_removed_unless_it_is_read(tmp_path: Path) -> None:
+def test_setting_the_rendezvous_before_init_is_removed(tmp_path: Path) -> None:
     text = """\
 import os
 import torch.distributed as dist
@@ -459,11 +469,13 @@ def setup():
     print(os.environ["RANK"])
     dist.init_process_group()
     os.environ["LOCAL_RANK"]
+setup()
 """
     expected = text.replace('    os.environ["MASTER_ADDR"] = "localhost"\n', "")
     expected = expected.replace('os.environ.setdefault("MASTER_PORT", "1")  # any', "# any")
+    expected = expected.replace('    os.environ["RANK"] = str(number)\n', "")
     expected = expected.replace("dist.init_process_group()", "hvd.init()")
-    expected = expected.replace("import torch", "import dualdist as hvd\nimport torch")
+    expected = f"import dualdist as hvd\nhvd.init()\n{expected}"
     assert migrated(tmp_path, text) == expected.encode()
 
 
@@ -475,6 +487,9 @@ def setup():
         ("name, timeout=timedelta( 0, 9 )", "transport=name, timeout=timedelta( 0, 9 )"),
         ('"gloo", rank=rank, world_size=MPI.COMM_WORLD.Get_size(), init_method=url', 'transport="gloo"'),
         ("rank=int(os.environ['RANK']), world_size=int(os.getenv('SLURM_NTASKS', 1))", ""),
+        ("backend=d.Backend.NCCL", 'transport="nccl"'),
+        ("d.get_default_backend_for_device(device), device_id=device", ""),
+        ("args.backend", ""),
     ],
 )
 def test_arguments_of_init_process_group_are_kept_or_known(
@@ -487,7 +502,106 @@ def test_arguments_of_init_process_group_are_kept_or_known(
 
 
 def test_a_script_for_dualdist_exec_has_the_lines_marked_that_it_does_not_need(findings: Findings) -> None:
-    text = DDP.replace('"gloo"', "backend")
+    text = DDP.replace('"gloo"', "store=store")
     text += "os.environ['SLURM_PROCID']\nos.environ['RANK']\nos.environ['MASTER_PORT'] = '1'\n"
     found = [(line, kind) for line, kind, _ in findings(text)]
     assert found == [(4, "by hand"), (6, "not needed"), (8, "not needed")]
+
+
+STARTS = {
+    "it starts the processes": (
+        """\
+import torch, torch.multiprocessing as mp, torch.distributed as dist
+def main(gpu, gpus, args):
+    args.rank = args.node * gpus + gpu
+    dist.init_process_group("nccl", init_method=args.url, world_size=args.size, rank=args.rank)
+if __name__ == "__main__":
+    args.gpus = torch.cuda.device_count()
+    args.size = args.gpus * args.nodes
+    mp.spawn(main, nprocs=args.gpus, args=(args.gpus, args))
+""",
+        """\
+import dualdist as hvd
+if __name__ == "__main__":
+    hvd.init()
+import torch, torch.multiprocessing as mp, torch.distributed as dist
+def main(gpu, gpus, args):
+    args.rank = args.node * gpus + gpu
+    hvd.init(rank=args.rank, world_size=args.size)
+if __name__ == "__main__":
+    args.gpus = hvd.local_size()
+    args.size = args.gpus * args.nodes
+    main(hvd.local_rank(), args.gpus, args)
+""",
+    ),
+    "torch.distributed.launch gives it --local_rank": (
+        """\
+from torch import distributed as d
+parser.add_argument("--local_rank", type=int, default=-1)
+other.add_argument('--local-rank', type=int, required=True)
+def main():
+    d.init_process_group(args.backend, world_size=size, rank=args.local_rank, init_method=args.url)
+if __name__ == "__main__": main()
+""",
+        """\
+import dualdist as hvd
+import os
+if __name__ == "__main__":
+    hvd.init()
+from torch import distributed as d
+parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", -1)))
+other.add_argument('--local-rank', type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
+def main():
+    hvd.init(rank=args.local_rank, world_size=size)
+if __name__ == "__main__": main()
+""",
+    ),
+    "it reads variables in a function that is called before": (
+        """\
+import os, torch.distributed as dist
+def device(): return int(os.environ["LOCAL_RANK"])
+def main():
+    if "SLURM_PROCID" in os.environ: rank = int(os.environ["SLURM_PROCID"])
+    elif "RANK" in os.environ: rank = int(os.environ["RANK"])
+    dist.init_process_group(timeout=timeout)
+if __name__ == "__main__": main()
+""",
+        """\
+import dualdist as hvd
+if __name__ == "__main__":
+    hvd.init()
+import os, torch.distributed as dist
+def device(): return int(os.environ["LOCAL_RANK"])
+def main():
+    if "SLURM_PROCID" in os.environ: rank = hvd.rank()
+    elif "RANK" in os.environ: rank = int(os.environ["RANK"])
+    hvd.init()
+if __name__ == "__main__": main()
+""",
+    ),
+    "torch's module is left of a change by hand": (
+        "import dualdist as hvd\nfrom torch.nn.parallel import DistributedDataParallel as DDP\nhvd.init()\nDDP(m)\n",
+        "import dualdist as hvd\nfrom torch.nn.parallel import DistributedDataParallel as DDP\nhvd.init()\n"
+        "hvd.DistributedDataParallel(m)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", STARTS)
+def test_a_script_joins_first_where_it_needs_what_the_launcher_knows(why: str, tmp_path: Path) -> None:
+    before, after = STARTS[why]
+    assert migrated(tmp_path, before).decode() == after
+    assert main(["migrate", str(tmp_path / "train.py")]) == 0
+
+
+def test_the_first_call_is_in_the_file_that_is_started(tmp_path: Path) -> None:
+    helper = "import os, torch.distributed as d\nRANK = int(os.environ['RANK'])\ndef join(): d.init_process_group()\n"
+    (tmp_path / "helper.py").write_text(helper)
+    train = tmp_path / "train.py"
+    train.write_text("import helper\nif __name__ == '__main__':\n    helper.join()\n")
+    assert main(["migrate", "--write", str(tmp_path / "helper.py")]) == 1
+    assert (tmp_path / "helper.py").read_text() == helper
+    assert main(["migrate", "--write", str(tmp_path / "helper.py"), str(train)]) == 0
+    start = 'import dualdist as hvd\nif __name__ == "__main__":\n    hvd.init()\n'
+    assert train.read_text() == f"{start}import helper\nif __name__ == '__main__':\n    helper.join()\n"
+    assert "def join(): hvd.init()" in (tmp_path / "helper.py").read_text()
