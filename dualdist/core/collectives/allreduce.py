@@ -41,7 +41,9 @@ def plan_allreduce(
     if average is not None or reduction.op is None:
         reduction = reduction._replace(op=_op_of_average(average, reduction.op))
     reduction = reduction.checked()
-    sent, restore = compressed(check_tensors(tensors, grouped=grouped), compression)
+    sent, restore = check_tensors(tensors, grouped=grouped), None
+    if compression is not Compression.none:
+        sent, restore = compressed(sent, compression)
     reduction.check(sent, channel.group.size)
     payload = payload_of(channel.group, sent, reduction)
     kind = GROUPED_ALLREDUCE if grouped else ALLREDUCE

@@ -52,10 +52,8 @@ class _BFloat16(_Cast):
 Restore = Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 
-def compressed(tensors: list[torch.Tensor], compression: Any) -> tuple[list[torch.Tensor], Restore | None]:
-    """Return the compressed `tensors`, and what decompresses as many results; None if nothing does."""
-    if compression is Compression.none:
-        return tensors, None
+def compressed(tensors: list[torch.Tensor], compression: Any) -> tuple[list[torch.Tensor], Restore]:
+    """Return the compressed `tensors`, and what decompresses as many results. compression: another than none."""
     compression = checked_compression(compression)
     pairs = [compression.compress(tensor) for tensor in tensors]
     return [sent for sent, _ in pairs], lambda outputs: tuple(

@@ -36,7 +36,9 @@ def plan_reducescatter(
 ) -> Plan[tuple[torch.Tensor, ...]]:
     """Return the plan of a reducescatter. Its result: for each of `tensors`, this rank's rows of the reduced tensor."""
     channel, reduction = channel_of(process_set), reduction.checked()
-    sent, restore = compressed(check_tensors(tensors, grouped=grouped), compression)
+    sent, restore = check_tensors(tensors, grouped=grouped), None
+    if compression is not Compression.none:
+        sent, restore = compressed(sent, compression)
     for tensor in sent:
         check_reducible(tensor.dtype, Sum)
         check_rows(tensor)
