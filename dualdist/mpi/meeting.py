@@ -26,7 +26,7 @@ from ..core.checks import shown_ranks
 from ..core.executor import in_time
 from ..core.launch import is_one_host
 from ..core.meeting.boards import ADVICE, PublishedBoard, job_digest, process_status, rising
-from ..core.meeting.server import own_peer, unix_listener
+from ..core.meeting.server import listener_at, own_peer
 from ..core.process_exit import at_exit
 from ..core.types import Launch
 from ..errors import logger
@@ -46,7 +46,7 @@ def announce(launch: Launch, env: Mapping[str, str]) -> None:
     # OSError: this or another process of this rank has announced it, or the system is not Linux.
     with contextlib.suppress(OSError):
         if launch.local_rank is not None:
-            _own.append(unix_listener(_address(launch, env, launch.local_rank)))
+            _own.append(listener_at(_address(launch, env, launch.local_rank), 0))
 
 
 def missing_local_ranks(launch: Launch, env: Mapping[str, str]) -> list[int]:

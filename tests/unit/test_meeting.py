@@ -33,7 +33,7 @@ from dualdist.core.meeting.boards import (
     ServerAddress,
 )
 from dualdist.core.meeting.member import Meeting
-from dualdist.core.meeting.server import TEXT, MeetingServer, connected, reach, unix_listener
+from dualdist.core.meeting.server import TEXT, MeetingServer, connected, listener_at, reach
 from dualdist.core.types import Launch, Settings
 from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
 from dualdist.exec import pmi
@@ -199,7 +199,7 @@ def test_a_process_of_another_user_takes_no_part_in_the_meeting_of_a_host(tmp_pa
 
 
 def test_a_process_that_accepts_nobody_holds_up_no_rank_of_a_host(tmp_path: Path) -> None:
-    with unix_listener(f"\0{tmp_path}") as listener, contextlib.ExitStack() as stack:
+    with listener_at(f"\0{tmp_path}", 0) as listener, contextlib.ExitStack() as stack:
         listener.listen(0)
         stack.enter_context(socket.socket(socket.AF_UNIX)).connect(f"\0{tmp_path}")  # nobody else has room
         assert "rank 0, which did not arrive" in error_of(lambda: HostBoard(f"{tmp_path}"), 0.0, 1)

@@ -466,20 +466,15 @@ def raise_file_limit(more: int) -> tuple[int, int]:
     return needed, allowed
 
 
-def unix_listener(address: str) -> socket.socket:
-    """Return a socket that listens at an abstract address (unix(7)). Raises OSError if another one does."""
-    with contextlib.ExitStack() as undo:
-        listener = undo.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-        undo.pop_all()
-    return listener
-
-
 def listener_at(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address, "" for all, or at an abstract one. Raises OSError if it is taken."""
     if host.startswith("\0"):
-        return unix_listener(host)
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(host)
+            listener.listen(_BACKLOG)
+            undo.pop_all()
+        return listener
     if not host and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     return socket.create_server((host, port), backlog=_BACKLOG)
