@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 from ..core import accelerator, process_exit
+from ..core.backends import needs_gpus
 from ..core.backends.base import Backend, Exchange, Group
 from ..core.backends.store import SharedStore, meet, open_store
-from ..core.backends.torch import bind_device
+from ..core.backends.torch import bind_device, check_devices, error_handling
 from ..core.backends.torch_groups import (
     DefaultGroup,
     TorchGroups,
@@ -268,7 +269,8 @@ class HorovodBackend(Backend):
             self._on_shutdown.callback(shared.listener.close)
             self._nodes = shared.addresses.nodes
         # For the default group, and those that programs make.
-        self._on_shutdown.enter_context(temporary_environment(gloo_interface(self.address, os.environ)))
+        variables = gloo_interface(self.address, os.environ) | error_handling(self.device, os.environ)
+        self._on_shutdown.enter_context(temporary_environment(variables))
 
     def _bind_device(self, launch: Launch) -> torch.device | None:
         """Choose this rank's device and make it the current one, if NCCL transfers the data. Else return None.
@@ -280,6 +282,8 @@ class HorovodBackend(Backend):
         chosen = accelerator.current_device() if self._adopted and self.transport == "nccl" else None
         view = DeviceView(own_node(), launch.local_rank, accelerator.visible(by_uuid=True))
         views = hvd.allgather_object(view, name="dualdist.devices")
+        if not self._adopted and needs_gpus(self.transport):
+            check_devices(views, self.transport)
         return chosen or bind_device(self.transport, views, self.rank)
 
     @staticmethod
@@ -495,6 +499,9 @@ class HorovodBackend(Backend):
         allow_open_files(self.size)
         place = self.rank, self.size, timedelta(seconds=self._timeout), self.device
         self.start_step(lambda: self._default_group.open(self._config, store, *place))
+
+    def abort_default_group(self) -> None:
+        self._default_group.abort()
 
     def shutdown(self) -> None:
         with self._on_shutdown:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+import dualdist as hvd
 from dualdist.core import accelerator, process_exit
 from dualdist.core.backends.torch_groups import DefaultGroup
 from dualdist.core.world.context import current
@@ -19,8 +22,10 @@ from ..helpers.world import World
 pytestmark = [pytest.mark.world_kinds("horovod-gloo"), pytest.mark.ranks(2)]
 
 
-def bound_device(current_index: int | None, is_adopted: bool) -> tuple[str, list[str]]:
-    """Return the device of this rank on a host with two, and which devices it made the current one."""
+def bound_device(
+    current_index: int | None, is_adopted: bool, devices: tuple[str, ...] = ("0", "1")
+) -> tuple[str, list[str]]:
+    """Return the device of this rank on a host with `devices`, and which of them it made the current one."""
     import horovod.torch
 
     backend: Any = current().backend
@@ -31,7 +36,7 @@ def bound_device(current_index: int | None, is_adopted: bool) -> tuple[str, list
         patch.setattr(backend, "transport", "nccl")
         patch.setattr(backend, "_adopted", is_adopted)
         patch.setattr(accelerator, "kind", lambda: "cuda")
-        patch.setattr(accelerator, "visible", lambda by_uuid: ("0", "1"))
+        patch.setattr(accelerator, "visible", lambda by_uuid: devices)
         patch.setattr(accelerator, "current_device", lambda: chosen)
         patch.setattr(accelerator, "bind", lambda device: bound.append(str(device)))
         device = backend._bind_device(current().launch)
@@ -67,6 +72,31 @@ def shutdown_after_a_failure() -> bool:
         assert group.stuck.is_set()
     never.set()
     return gave_up == [True]
+
+
+def refused_device() -> str:
+    with pytest.raises(hvd.ConfigurationError) as caught:
+        bound_device(None, False, ("0",))
+    return str(caught.value)
+
+
+def test_two_ranks_that_share_a_device_are_refused(world: World) -> None:
+    for error in world.run(refused_device):
+        assert re.search(r"needs a GPU for each process, but the 2 processes on \S+ share 1\.", error)
+
+
+def aborts_default_group() -> bool:
+    """Return whether a failure ends what communication hooks have in progress on a device."""
+    group, backend = mock.Mock(), current().backend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_default_group", DefaultGroup())
+        backend._default_group.group = group  # type: ignore[attr-defined]
+        backend.abort_default_group()
+    return bool(group.abort.called)
+
+
+def test_a_failure_aborts_the_default_group_beside_horovod(world: World) -> None:
+    assert world.run(aborts_default_group) == [True, True]
 
 
 def test_a_shutdown_of_horovod_that_is_stuck_after_a_failure_is_left_alone(world: World) -> None:

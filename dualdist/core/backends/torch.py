@@ -33,12 +33,10 @@ from .store import SharedStore, StoreBoard, connect_again, meet, open_store
 from .torch_groups import (
     DefaultGroup,
     TorchGroups,
-    abort_process_group,
     adopted_config,
     allow_open_files,
     config_of,
     gloo_interface,
-    keep_process_groups,
     wrapped,
 )
 
@@ -77,14 +75,15 @@ def agreed_transport(offers: Sequence[Offer], rank: int) -> str:
         said = "; ".join(f"{name} on {', '.join(_hosts(offers, name))}" for name in transports)
         logger.warning("All ranks use %s, because their fastest transports differ: %s.", transport, said)
     if needs_gpus(transport):
-        _check_devices(offers, transport)
+        check_devices(offers, transport)
         confined = confined_hosts(offers)
         if confined and rank == 0:
             logger.warning(NO_NVLINK, ", ".join(map(_shown, confined)))
     return transport
 
 
-def _check_devices(offers: Sequence[Offer], transport: str) -> None:
+def check_devices(offers: Sequence[DeviceView], transport: str) -> None:
+    """Raise ConfigurationError if `transport` needs a device for each process, and some have none, or share one."""
     chosen = choose_devices(offers)
     for other, index in enumerate(chosen):
         if index is None:
@@ -338,19 +337,14 @@ class TorchBackend(Backend):
         self.start_step(lambda: self._default_group.open(self._config, store, *place))
 
     def abort_default_group(self) -> None:
-        group = self._default_group.group  # read once: `shutdown` may run in another thread
-        if group is not None:
-            group.abort()
+        self._default_group.abort()
 
     def shutdown(self) -> None:
         with self._on_shutdown:
             if self._adopted:
                 self._groups.close()
-            end = abort_process_group if self._groups.are_aborted else dist.destroy_process_group
-            # The end of the default group would wait for all groups.
-            default = self._default_group.group
-            is_stuck = self._groups.are_stuck or not (default is None or default.abort_ends())
-            self._default_group.close(keep_process_groups if is_stuck else end)
+            groups = self._groups
+            self._default_group.close(others_aborted=groups.are_aborted, is_stuck=groups.are_stuck)
 
     def abandon(self) -> None:
         super().abandon()

@@ -406,11 +406,27 @@ class DefaultGroup:
             self._store.set_timeout(timeout)
             self.group.set_timeout(timeout)
 
-    def close(self, end: Callable[[], None] = dist.destroy_process_group) -> None:
-        """Destroy the group by `end`, unless the program has done it. Local."""
-        own, self._own, self._store, self.group = self._own, None, None, None
-        if own is not None and dist.is_initialized() and own is dist.group.WORLD:
-            end()
+    def abort(self) -> None:
+        """Begin to end what is in progress on a device. Local."""
+        group = self.group  # read once: `close` may run in another thread
+        if group is not None:
+            group.abort()
+
+    def close(self, *, others_aborted: bool = False, is_stuck: bool = False) -> None:
+        """Destroy the group, unless the program has done it. Local.
+
+        This waits for all groups. others_aborted: some of them were. is_stuck: an abort of one has not ended.
+        """
+        group, own = self.group, self._own
+        self._own = self._store = self.group = None
+        if own is None or group is None or not dist.is_initialized() or own is not dist.group.WORLD:
+            return
+        if is_stuck or not group.abort_ends():
+            keep_process_groups()
+        elif others_aborted or group.is_aborted:
+            abort_process_group()
+        else:
+            dist.destroy_process_group()
 
 
 def abort_process_groups() -> None:
