@@ -16,7 +16,10 @@ import torch
 from .checks import converted
 from .executor import in_time
 
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_VISIBLE = (
+    *(f"{prefix}_VISIBLE_DEVICES" for prefix in ("CUDA", "HIP", "ROCR", "ASCEND_RT", "MLU")),
+    "ZE_AFFINITY_MASK",
+)
 """Variables that select devices, and number the selected ones from 0."""
 
 

@@ -84,6 +84,7 @@ def communicators(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Communicator
     monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
     monkeypatch.setattr(accelerator, "visible", visible)
     monkeypatch.setattr(accelerator, "current_device", lambda: None)
+    monkeypatch.setattr(accelerator, "synchronize", lambda device: Communicator.order.append("synchronized"))
     monkeypatch.setattr(accelerator, "bind", lambda device: Communicator.order.append(f"bound to {device}"))
     Communicator.made.clear()
     Communicator.order.clear()
@@ -95,20 +96,26 @@ def communicators(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Communicator
 def test_a_world_has_three_communicators_of_which_two_are_split_from_that_of_torch(
     communicators: list[Communicator],
 ) -> None:
-    """Torch's default group has one, which programs use at any time. Data and gradients have one each."""
+    """Torch's default group has one, which programs use at any time. Data and gradients have one each.
+
+    Each of them has a mesh of Gloo. That of SyncBatchNorm needs none.
+    """
     hvd.allreduce(torch.ones(2))
     model = torch.nn.Linear(2, 1)
     hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     assert [one.splits for one in communicators] == [False, True, True]
-    meshes = [group._get_backend(torch.device("cpu")).name() for group in dist.distributed_c10d._world.pg_map]
-    assert meshes == ["gloo"] * 3
+    current().channels[0].ahead._make_group()
+    assert [one.splits for one in communicators] == [False, True, True, False]
+    configs = [dist.get_backend_config(group) for group in dist.distributed_c10d._world.pg_map]
+    assert configs == ["cpu:gloo,cuda:ncclx"] * 3 + ["cuda:ncclx"]
 
 
 @pytest.mark.usefixtures("communicators")
 def test_the_device_is_bound_in_each_thread_that_makes_communicators() -> None:
     """The ranks compare their devices before, by UUID. The first thread is that of `init`."""
     bound = "bound to cuda:0"
-    assert Communicator.order == ["named by UUID", bound, bound, "made", bound, "made", "made", bound]
+    done = "synchronized"  # before the second and the third are split from the first
+    assert Communicator.order == ["named by UUID", bound, bound, "made", bound, done, "made", "made", bound]
     # It looks for lost ranks while the host waits for the device.
     assert "dualdist-peers" in [thread.name for thread in threading.enumerate()]
 

@@ -81,10 +81,11 @@ def test_tensors_that_need_no_copy_to_the_host(config: dict[str, str], carried: 
     assert carried_types(config) == carried
 
 
-def test_devices_are_named_as_their_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prefix", ["CUDA", "ASCEND_RT", "MLU"])
+def test_devices_are_named_as_their_variables_say(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "count", lambda: 2)
     assert accelerator.visible() == ("0", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8932f937")
+    monkeypatch.setenv(f"{prefix}_VISIBLE_DEVICES", "3,GPU-8932f937")
     assert accelerator.visible() == ("3", "GPU-8932f937")
 
 

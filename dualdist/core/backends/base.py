@@ -259,6 +259,10 @@ class Backend(ABC):
         Raises StallError if a rank does not arrive, BackendUnavailableError if the backend cannot connect `ranks`.
         """
 
+    def new_device_group(self, ranks: Sequence[int]) -> Group:
+        """Return a communicator over `ranks` for tensors on `device`, if `runs_ahead`. Collective over them alone."""
+        raise NotImplementedError
+
     @abstractmethod
     def open_process_group(self) -> None:
         """Make torch.distributed's default process group, over all ranks, unless the program has made one itself.

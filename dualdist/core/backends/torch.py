@@ -299,7 +299,15 @@ class TorchBackend(Backend):
     def new_groups(
         self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool = False
     ) -> list[Group]:
-        return self.start_step(lambda: self._groups.make(ranks, count, exchange, among_members))
+        def make() -> list[Group]:
+            if self.device is not None:  # ncclCommSplit: no collective of the parent may be in progress
+                accelerator.synchronize(self.device)
+            return self._groups.make(ranks, count, exchange, among_members)
+
+        return self.start_step(make)
+
+    def new_device_group(self, ranks: Sequence[int]) -> Group:
+        return self.start_step(lambda: self._groups.make_for_device(ranks))
 
     def start_step(self, step: Callable[[], T]) -> T:
         def run() -> T:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from types import SimpleNamespace
@@ -479,7 +479,11 @@ _hash_ranks = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
 
 def _config_text(config: Mapping[str, str]) -> str:
     """Return `config` as torch's argument `backend`."""
-    return ",".join(f"{kind}:{name}" for kind, name in config.items()) if len(config) > 1 else config["cpu"]
+    return (
+        config["cpu"]
+        if [*config] == ["cpu"]
+        else ",".join(f"{kind}:{config[kind]}" for kind in sorted(config))
+    )
 
 
 class TorchGroups:
@@ -509,6 +513,8 @@ class TorchGroups:
     ) -> list[Group]:
         """Return what `Backend.new_groups` does."""
         made: list[Group]
+        if self._rank in ranks:
+            raise_file_limit(count * len(ranks))  # Gloo connects all members
         if not self._is_direct:
             make = self._make_members_group if among_members else self._make_group
             made = [make(ranks) for _ in range(count)]
@@ -522,17 +528,24 @@ class TorchGroups:
         self._groups += made
         return made
 
-    def _make_group(self, ranks: Sequence[int], **options: Any) -> TorchGroup:
+    def make_for_device(self, ranks: Sequence[int]) -> Group:
+        """Return a group over `ranks`, for tensors on the device alone. Collective over `ranks` alone."""
+        made = self._make_members_group(ranks, without=("cpu",))
+        self._groups.append(made)
+        return made
+
+    def _make_group(self, ranks: Sequence[int], without: Collection[str] = (), **options: Any) -> TorchGroup:
+        """without: types of devices whose tensors it need not carry."""
         with wrapped():
             process_group = dist.new_group(
                 list(ranks),
-                backend=_config_text(self._config),
+                backend=_config_text({kind: self._config[kind] for kind in self._config.keys() - without}),
                 timeout=transport_timeout(self._timeout, self._device),
                 **options,
             )
         return self._group(ranks, process_group if self._rank in ranks else None)
 
-    def _make_members_group(self, ranks: Sequence[int]) -> TorchGroup:
+    def _make_members_group(self, ranks: Sequence[int], without: Collection[str] = ()) -> TorchGroup:
         c10d: Any = dist.distributed_c10d
         torch_world, key = c10d._world, tuple(ranks)
         world: Any = dist.group.WORLD
@@ -546,7 +559,7 @@ class TorchGroups:
             c10d._hash_ranks_to_str = lambda _: name
             # From a default group that is bound to a device, NCCL would split the communicator, which needs all ranks.
             world.bound_device_id = None
-            return self._make_group(ranks, use_local_synchronization=True, **options)
+            return self._make_group(ranks, without, use_local_synchronization=True, **options)
         finally:
             world.bound_device_id = bound
             c10d._hash_ranks_to_str = _hash_ranks

@@ -117,7 +117,7 @@ class Context:
         except BaseException:
             connections.close()
             raise
-        make_ahead = (lambda: backend.new_groups(ranks, 1, exchange, True)[0]) if backend.runs_ahead else None
+        make_ahead = functools.partial(backend.new_device_group, ranks) if backend.runs_ahead else None
         self.channels[set_id] = Channel(
             name,
             connections,
