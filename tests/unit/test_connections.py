@@ -135,6 +135,7 @@ def test_a_member_that_leaves_because_of_an_exception_has_not_succeeded(handled:
         with pytest.raises(HorovodInternalError):
             peers.allgather_messages(b"here")
         assert not peers.has_lost_peer()
+        assert peers.has_failed_peer() == (handled is not None)
         return peers.peers_that_succeeded()
 
     assert each_of(2, member)[0] == ([1] if handled is None else [])
