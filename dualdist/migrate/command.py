@@ -582,6 +582,8 @@ class Job:
                 yield Finding(node.lineno, BY_HAND, _EXEC.format(why))
             elif node in source.options and self.uses_hvd and not self.replaces:
                 yield Finding(node.lineno, BY_HAND, f"{_OPTION}: use hvd.local_rank()")
+            elif path == "apex.parallel.DistributedDataParallel":
+                yield Finding(node.lineno, BY_HAND, "use hvd.DistributedDataParallel()")
             elif path == "mpi4py.MPI.COMM_WORLD":
                 yield Finding(node.lineno, BY_HAND, _MPI)
             elif path == "torch.distributed.is_initialized" and self.has_horovod:
