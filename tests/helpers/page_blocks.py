@@ -2,9 +2,7 @@
 
     python page_blocks.py PAGE
 
-The namespace has `hvd` and `torch`. The world is joined unless the first block calls init(). A comment may be on the
-line before a block: after `<!-- needs: ... -->` and `<!-- fragment -->` the block is not run. The code in
-`<!-- before: ... -->` runs before the block; readers of the page do not see it.
+A comment may be on the line before a block: after `<!-- needs: ... -->` and `<!-- fragment -->` the block is not run.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ class Block:
     line: int
     """The number of lines before its first one, in the page."""
     runs: bool
-    before: str
     needs: str
     """What running it needs, or ''."""
     introduction: str
@@ -52,7 +49,6 @@ def blocks(page: str) -> list[Block]:
                 textwrap.dedent(match["text"]),
                 page.count("\n", 0, match.start("text")),
                 not comment.startswith(("needs:", "fragment")),
-                comment.removeprefix("before:").strip() if comment.startswith("before:") else "",
                 comment.removeprefix("needs:").strip() if comment.startswith("needs:") else "",
                 f"{page.partition(chr(10))[0]}\n{section}",
             )
@@ -61,20 +57,12 @@ def blocks(page: str) -> list[Block]:
 
 
 def run(page: Path) -> None:
-    """Run the blocks in Python. Tracebacks have the lines of the page."""
-    import torch
-
-    import dualdist
-
+    """Run the blocks in Python as if a reader had pasted them into an empty file. Tracebacks have the page's lines."""
     for category in (DeprecationWarning, FutureWarning):
         warnings.simplefilter("error", category)
-    found = [block for block in blocks(page.read_text()) if block.language == "python"]
-    if found and not re.search(r"\binit(_process_group)?\(", found[0].text):
-        dualdist.init()
-    namespace: dict[str, Any] = {"__name__": "__main__", "hvd": dualdist, "torch": torch}
-    for block in found:
-        if block.runs:
-            exec(block.before, namespace)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page.read_text()):
+        if block.language == "python" and block.runs:
             exec(compile("\n" * block.line + block.text, str(page), "exec"), namespace)
 
 

@@ -50,7 +50,7 @@ def test_all_blocks_in_python_compile() -> None:
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
-def test_blocks_in_python_run_in_a_world_of_one(page: Path, tmp_path: Path) -> None:
+def test_blocks_in_python_run_as_they_stand_in_an_empty_file(page: Path, tmp_path: Path) -> None:
     finish([sys.executable, page_blocks.__file__, str(page)], folder=tmp_path).check()
 
 
