@@ -6,6 +6,7 @@ or with the list of the files in a folder.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 SHOWN = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks", "examples")
-LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml", ".sbatch": "sh"}
+LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml", ".sbatch": "sh", ".ipynb": "python"}
 
 
 def on_files(files: Files, config: Any) -> None:
@@ -61,6 +62,9 @@ def text_of(path: Path) -> str:
     text = path.read_text()
     if path.suffix == ".md":
         return text
+    if path.suffix == ".ipynb":
+        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+        return "\n\n".join(cell if kind == "markdown" else f"~~~~python\n{cell}\n~~~~" for kind, cell in cells)
     return f"# {path.name}\n\n~~~~{LANGUAGES[path.suffix]}\n{text}~~~~\n"
 
 
