@@ -173,7 +173,7 @@ class TorchGroup(Group):
     def _open(self) -> Any:
         """The process group. Raises HorovodInternalError after `abort`: NCCL must get no collective meanwhile."""
         if self.is_aborted:
-            raise HorovodInternalError("the collectives of this process were aborted after a failure")
+            raise HorovodInternalError("this rank has given up its collectives")
         return self._pg
 
     def wire_device(self, device: torch.device) -> torch.device:
