@@ -100,10 +100,12 @@ class Ahead:
                 if made:
                     raise OutOfStepError(f"ranks have joined, but the others made {made} of SyncBatchNorm")
                 return execute(group, verdict), ()
-            all_made = verdict.payloads if any(verdict.payloads) else group.allgather_bytes(own)
-            return (None, all_made) if len(set(all_made)) > 1 else (execute(group, verdict), ())
+            all_made = [payload[: len(own)] for payload in verdict.payloads] or group.allgather_bytes(own)
+            others = tuple(payload[len(own) :] for payload in verdict.payloads)
+            known = verdict._replace(payloads=others)
+            return (None, all_made) if len(set(all_made)) > 1 else (execute(group, known), ())
 
-        result, differing = self._run(replace(call, payload=own), compare_first)
+        result, differing = self._run(replace(call, payload=own + call.payload), compare_first)
         if differing:
             self.forget()
             shown = [text.decode().strip() or "no calls" for text in differing]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from .test_mismatch import check_next_calls_work
 
 Parts = Sequence[torch.Tensor]
 WEIGHTS = 4
+BACKWARDS_IN_TURN = 10
+"""After so many in another order, buckets follow it."""
 LARGE = 1 << 18
 """So many float32 numbers, 1 MB, move to their bucket before it is complete."""
 
@@ -56,6 +59,20 @@ class Wrapped:
         mean = (hvd.size() + 1) / 2
         found = [None if weight.grad is None else weight.grad.unique().tolist() for weight in self.weights]
         assert found == [None if times is None else [times * mean] for times in expected]
+
+    def turn_buckets(self, *, without_last: bool = False) -> None:
+        """Run backwards in another order until buckets follow it. without_last: the next one is the last of them."""
+        before = self.layout
+        for _ in range(BACKWARDS_IN_TURN - without_last):
+            self.zero_grad()
+            chained(self.weights).backward()
+        assert (self.layout == before) is without_last
+
+    @property
+    def layout(self) -> list[int]:
+        """The parameters in the order in which they are sent."""
+        combiner = self.wrapper._combiner
+        return [slot.param for bucket in combiner._reducer.layout.buckets for slot in bucket.slots]
 
     def fail_after(self, weights: Parts) -> None:
         """Run a backward that raises when it has completed the gradients of `weights`, in this order."""
@@ -227,6 +244,48 @@ def test_a_backward_inside_another_one_is_combined(style: str) -> None:
     for _ in range(3):
         wrapped.zero_grad()
         wrapped.check([1, 1, 1, 1], run)
+
+
+@styles
+@everywhere
+def test_buckets_that_follow_a_new_order_give_the_same_gradients(style: str) -> None:
+    wrapped = Wrapped(style)
+    wrapped.turn_buckets()
+    for order in ([0, 1, 2, 3], [1, 0, 3, 2], [3, 2, 1, 0], [0, 2, 1]):
+        wrapped.zero_grad()
+        expected = [1, 1, 1, 1 if 3 in order else None]
+        wrapped.check(expected, chained([wrapped.weights[index] for index in order]).backward)
+    wrapped.check([2, 2, 2, 1], chained(wrapped.weights).backward)
+
+
+@styles
+@everywhere
+def test_gradients_that_are_kept_accumulate_while_buckets_change(style: str) -> None:
+    wrapped = Wrapped(style)
+    wrapped.turn_buckets(without_last=True)
+    wrapped.zero_grad()
+    for times in range(1, 4):  # buckets change after the first one
+        wrapped.check([times] * WEIGHTS, chained(wrapped.weights).backward)
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_rank_that_has_joined_sends_zeros_in_buckets_of_a_new_order(is_released: bool) -> None:
+    wrapped, size = Wrapped("module"), hvd.size()
+    wrapped.turn_buckets()
+    wrapped.zero_grad()
+    if hvd.rank() == size - 1:
+        if is_released:
+            del wrapped.wrapper
+            gc.collect()
+    else:
+        for order in [0, 1, 2, 3], [3, 1, 0, 2]:
+            wrapped.zero_grad()
+            chained([wrapped.weights[index] for index in order]).backward()
+            mean = sum(range(1, size)) / size
+            assert [weight.grad.tolist() for weight in wrapped.weights] == [[mean] * 2] * WEIGHTS
+    hvd.join()
 
 
 class Recorder(Compressor):

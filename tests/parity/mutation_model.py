@@ -57,6 +57,8 @@ class Setup:
     bucket_cap_mb: float | None
     hooks: tuple[tuple[str, str, str], ...]
     """Hooks that are registered before wrapping and after it: (when, kind, key of the parameter)."""
+    head_first: bool = False
+    """Whether the parts are registered in the order in which backward reaches them, the last one first."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -140,7 +142,8 @@ def draw_setup(draw: random.Random, seed: int, style: str, size: int) -> Setup:
     ]
     # Hooks call torch's collectives themselves, in an order that ranks which leave out parts of one optimizer change.
     comm_hook = comm_hook and setup.num_models == setup.num_optimizers == 1
-    return Setup(**{**vars(setup), "hooks": tuple(hooks), "comm_hook": comm_hook})
+    changed = {"hooks": tuple(hooks), "comm_hook": comm_hook, "head_first": chance(0.5)}
+    return Setup(**{**vars(setup), **changed})
 
 
 HOOK_KINDS = ("register_hook", "scales", "replaces", "node")
@@ -181,6 +184,8 @@ class Net(nn.Module):
         if "tied" in setup.parts:
             self.tied[1].weight = self.tied[0].weight
         self.head = nn.Linear(WIDTH, 3)
+        if setup.head_first:
+            self._modules = dict(reversed(self._modules.items()))
         self.double() if setup.dtype is torch.float64 else self.float()  # these leave complex numbers
         if "complex" in setup.parts and setup.dtype is torch.float32:
             self.complex = nn.Parameter(torch.zeros(3, dtype=torch.complex64))

@@ -60,7 +60,7 @@ def test_a_large_last_bucket_is_split() -> None:
 
 def test_dtypes_do_not_share_a_bucket() -> None:
     tensors = [*params((2,)), *params((2,), dtype=torch.float16), *params((2,))]
-    assert members(tensors) == [[2, 0], [1]]
+    assert members(tensors) == [[1], [2, 0]]
 
 
 def test_groups_share_a_bucket_and_the_others_are_alone() -> None:
@@ -69,6 +69,27 @@ def test_groups_share_a_bucket_and_the_others_are_alone() -> None:
     assert sorted(map(sorted, members(tensors, [[0, 1], [2, 3]]))) == [[0, 1], [2, 3]]
     mixed = [*params((1,)), *params((1,), dtype=torch.float64)]
     assert sorted(members(mixed, [[0, 1]])) == [[0], [1]]
+
+
+def test_buckets_follow_the_order_of_arrival() -> None:
+    half = params(*[(FIRST_BUCKET_BYTES // 8,)] * 4)
+    tracked = [TrackedParameter("", tensor) for tensor in [*half, *params((2,), dtype=torch.float16)]]
+
+    def found(order: list[int], groups: list[list[int]] | None = None) -> list[list[int]]:
+        buckets = bucket_memory.lay_out(tracked, set(), groups, 0.5, order, small_last=False)
+        return [[slot.param for slot in bucket.slots] for bucket in buckets]
+
+    assert found([]) == [[4], [3], [2], [1], [0]]
+    assert found([2, 0, 4, 3, 1]) == [[2], [0], [4], [3], [1]]
+    assert found([2, 0, 4, 3, 1], [[0, 1], [3, 4]]) == [[2], [4], [3], [0, 1]]
+
+
+def test_overlap_is_the_mean_of_what_is_left_of_backward_over_the_bytes() -> None:
+    tracked = [TrackedParameter("", tensor) for tensor in params((1,), (1,), (2,))]
+    buckets = bucket_memory.lay_out(tracked, set(), [[0], [1], [2]])
+    assert bucket_memory.overlap(buckets, [2, 1, 0]) == pytest.approx((2 * 2 / 3 + 1 / 3) / 4)
+    assert bucket_memory.overlap(buckets, [0, 1, 2]) == 0
+    assert bucket_memory.overlap(buckets, [2]) == 0, "those that do not arrive are sent at the end"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])

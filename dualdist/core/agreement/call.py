@@ -133,7 +133,8 @@ class Call:
     """Small data sent in the same message as the agreement: of all members, or of the root of a broadcast.
 
     If the kind has `Data.AFTER`, it is all data of the call: nothing is sent after the agreement. Which members send
-    some follows from `arguments`, and so does its length. `payload_capacity` in matching.py limits it.
+    some follows from `arguments`, and so does its length. `payload_capacity` in matching.py limits it. Of other kinds,
+    any member may send some, of any length; none is received if the members exchange all their pending calls.
     """
 
     @property

@@ -315,8 +315,9 @@ class Arrivals:
         self._at_begin = self._handle_single = self._mark_ready = self._at_end = _ignore
 
     def forget(self) -> None:
-        """Forget the gradients that were handled, and the graph tasks that will call `at_end`."""
+        """Forget the gradients that have arrived, and the graph tasks that will call `at_end`."""
         self._has_nested = False
+        self.arrived.clear()
         self.handled.clear()
         self._tasks.clear()
 

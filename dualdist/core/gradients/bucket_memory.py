@@ -141,37 +141,59 @@ class Bucket:
         """Return the number of elements that are sent. It is at least 1, because not every backend sends none."""
         return max(1, self.numel)
 
+    @property
+    def nbytes(self) -> int:
+        """Return the number of bytes that are sent."""
+        return self.length * self.dtype.itemsize
+
 
 def lay_out(
     params: Sequence[TrackedParameter],
     sparse: Set[int],
     groups: Sequence[Sequence[int]] | None,
     cap_mb: float | None = None,
+    order: Sequence[int] = (),
     *,
     small_last: bool = True,
 ) -> list[Bucket]:
-    """Return buckets for `params` in the order in which backward is expected to fill them: the last parameter first.
+    """Return buckets for `params` in the order in which backward is expected to complete them.
+
+    As in DDP (compute_bucket_assignment_by_size in torch/csrc/distributed/c10d/reducer.cpp), the bucket whose last
+    gradient arrives first is the first one, so that one of a few late gradients delays none of another dtype.
 
     Args:
         sparse: indices of parameters whose gradients are sparse. A bucket has a slot without elements for each.
         groups: indices of parameters that must share a bucket; each other parameter has its own bucket.
         cap_mb: size of a bucket in MiB; the first bucket, and usually the last, are smaller. None: DDP's sizes.
+        order: in which gradients arrive, as indices of all parameters. (): the last parameter first.
         small_last: whether a large last bucket is split, which DDP does not do. `groups` are never split.
     """
     cap = BUCKET_BYTES if cap_mb is None else int(cap_mb * 2**20)
-    buckets: list[Bucket] = []
+    order = order or range(len(params))[::-1]
+    arrival = {index: place for place, index in enumerate(order)}
+    parts: list[list[int]] = []
     if groups is not None:
         grouped = {index for group in groups for index in group}
-        single = [[index] for index in range(len(params)) if index not in grouped]
-        for members in [*groups, *single][::-1]:
-            buckets += [_bucket(params, same, sparse) for same in _by_dtype_and_device(params, members[::-1])]
-        return buckets
-    for same in _by_dtype_and_device(params, range(len(params))[::-1]):
-        parts = _by_size(params, same, cap)
-        if small_last:
-            parts[-1:] = _split_at_end(params, parts[-1])
-        buckets += [_bucket(params, part, sparse) for part in parts]
-    return buckets
+        for whole in [*groups, *([index] for index in order if index not in grouped)]:
+            parts += _by_dtype_and_device(params, sorted(whole, key=arrival.__getitem__))
+    else:
+        for same in _by_dtype_and_device(params, order):
+            parts += _by_size(params, same, cap)
+            if small_last:
+                parts[-1:] = _split_at_end(params, parts[-1])
+    return [_bucket(params, part, sparse) for part in sorted(parts, key=lambda part: arrival[part[-1]])]
+
+
+def overlap(buckets: Sequence[Bucket], order: Sequence[int]) -> float:
+    """Return how much of backward is left when a byte can be sent: 0 to 1, the mean over all bytes.
+
+    order: in which gradients arrive. Those that are not in it are sent at the end.
+    """
+    arrival, sent, left = {index: place for place, index in enumerate(order, 1)}, 0, 0
+    for bucket in buckets:
+        sent = max(sent, *(arrival.get(slot.param, len(order)) for slot in bucket.slots))
+        left += bucket.nbytes * (len(order) - sent)
+    return left / max(1, len(order) * sum(bucket.nbytes for bucket in buckets))
 
 
 def _by_size(params: Sequence[TrackedParameter], members: Sequence[int], cap: int) -> list[list[int]]:
@@ -443,13 +465,14 @@ class BucketMemory:
         )
 
     @torch.no_grad()
-    def take_gradients(self, indices: Iterable[int]) -> None:
-        """Move the dense gradients of some parameters here before `pack`; their values remain. indices: of parameters.
+    def take_gradients(self, indices: Set[int]) -> None:
+        """Move the dense gradients of some parameters here before `pack`; their values remain.
 
-        Only those of the expected shape, dtype and device.
+        indices: of parameters, also others than those of this bucket. Only gradients of the expected shape, dtype and
+        device move.
         """
         moving: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
-        for place in (self._places[index] for index in indices):
+        for place in (self._places[index] for index in self._indices & indices):
             param, tensor = self.params[place], self._tensors[place]
             grad = tensor.grad
             if grad is not None and not grad.is_sparse and fit([param], [grad]):
@@ -588,9 +611,17 @@ class BucketMemory:
 
     def clear_gradients(self) -> None:
         """Set the gradients that lie in this memory to None."""
-        for param in self.params:
-            if self.holds(param):
-                param.tensor.grad = None
+        for index in self.held():
+            self._tensors[self._places[index]].grad = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether gradients that the script may know lay here when `pack` was called."""
+        return not self._kept.isdisjoint(self._there)
+
+    def held(self) -> list[int]:
+        """Return the parameters, by index, whose gradients lie in this memory."""
+        return [index for index, place in self._places.items() if self.holds(self.params[place])]
 
     def holds(self, param: TrackedParameter) -> bool:
         """Return whether the gradient of `param` lies in this memory."""

@@ -379,10 +379,12 @@ class GradSync(Combiner):
         if arrived := self._arrivals.take_arrived():
             self._reducer.mark_ready(arrived, at_end=True)
         arrived, has_one_task = list(self._arrivals.arrived), self._arrivals.has_one_task
-        if arrived and arrived[0] != self._first:
-            self._first = arrived[0]
-            self._unhooked.add(self._first)
-        self.watch()
+        layout = self._reducer.layout
+        if arrived != layout.order.expected:  # else no hook is missing
+            if arrived and arrived[0] != self._first:
+                self._first = arrived[0]
+                self._unhooked.add(self._first)
+            self.watch()
         if any(self._pass_counts[index] >= self.passes for index in self._arrivals.handled):
             grads = (self._params[index].tensor.grad for index in self._arrivals.handled)
             if all(grad is None for grad in grads) and self._has_hooks():
@@ -391,7 +393,7 @@ class GradSync(Combiner):
                     "them. An optimizer that steps in hooks uses this rank's gradients. Use torch.distributed.optim."
                     "_apply_optimizer_in_backward, or a DistributedOptimizer for each parameter."
                 )
-            self._combine()
+            self._combine(arrived if has_one_task and not self._sends_at_end else ())
             self._has_observed |= has_one_task
             layout = self._reducer.layout
             # On several devices there are several threads, and the order differs from backward to backward.
@@ -483,11 +485,11 @@ class GradSync(Combiner):
         self._reducer.changes.append(reason)
         self._combine()
 
-    def _combine(self) -> None:
-        """Combine the gradients now. Collective. Raises as Reducer.reduce does."""
+    def _combine(self, arrived: Sequence[int] = ()) -> None:
+        """Combine the gradients now. Collective. Raises as Reducer.reduce does. arrived: as for that."""
         self._arrivals.take_arrived()
         try:
-            self._reducer.reduce()
+            self._reducer.reduce(arrived=arrived)
         finally:
             self._start_over()
             self._counted.clear()
@@ -506,7 +508,9 @@ class ReleasedSync:
     def __init__(self, reducer: Reducer) -> None:
         self._options, layout = reducer.options, reducer.layout
         params = [(p.name, p.shape, p.tensor.stride(), p.dtype, p.device) for p in layout.params]
-        numbers = {name: getattr(reducer, name) for name in ("_id", "_sparse", "_buckets_sent", "divisor")}
+        numbers = {
+            name: getattr(reducer, name) for name in ("_id", "_sparse", "_order", "_buckets_sent", "divisor")
+        }
         self._packed = zlib.compress(pickle.dumps((params, layout.contributions, numbers)))
         self._hooks = reducer.hooks
         if self._hooks is not None and self._hooks.ends_within(0.0):
@@ -517,7 +521,8 @@ class ReleasedSync:
         params, contributions, numbers = pickle.loads(zlib.decompress(self._packed))
         reducer = Reducer(self._options, None, [0] * len(params))
         vars(reducer).update(numbers, is_known=True)
-        reducer.lay_out([TrackedParameter(name, without_memory(*placement)) for name, *placement in params])
+        released = [TrackedParameter(name, without_memory(*placement)) for name, *placement in params]
+        reducer.lay_out(released, numbers["_order"])
         reducer.layout.contributions = contributions
         members_of(self._options.process_set)[numbers["_id"]] = reducer
         reducer.contribute_nothing(group, verdict)

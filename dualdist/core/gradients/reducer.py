@@ -33,6 +33,8 @@ What is added to it:
   the sum (`SyncOptions.divides_first`).
 - A gradient that this rank does not have is sent as zeros. The ranks learn from the announcement whether others
   contribute other gradients than before, and only then exchange what they have (`_settle`, Contributions).
+- The announcement of the first rank may have another order of arrival. Then all ranks lay out buckets by it for the
+  next backward (`_next_order`).
 - A rank that has called `join` learns from the announcement that it must take part (`contribute_nothing`). If a rank
   calls something else, all ranks receive what was sent, and raise an error.
 - Backward may fail, or complete a gradient twice: what was sent is received and dropped (`abandon`).
@@ -49,8 +51,9 @@ What is as at first again (G: in grad_sync.py, A: in arrivals.py), and when:
     _counted (G)                              after a reduction, also if it raises, and each backward
     _pass_counts (G), given, _compares_start  after a reduction
     reduced, used                             after a step: GradSync.after_step
-    layout, with its memory and order         with new parameters, a hook, a world, or the first sparse gradient of a
-                                              parameter: lay_out
+    layout, with its memory and order         with new parameters, a hook, a world, another order, or the first sparse
+                                              gradient of a parameter: lay_out
+    _order, _patience                         with new parameters, a hook, or a world
     is_known, _members, _buckets_sent,        in a new world: forget_world
     _sparse, left_out
 
@@ -63,6 +66,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
@@ -98,11 +102,16 @@ from .bucket_memory import (
     has_numbers,
     keep_freed_memory,
     lay_out,
+    overlap,
 )
 from .combiner import SyncOptions
 
 _DATA_FIRST_SECONDS = 0.05
 """How long the announcement waits for the data at most."""
+_BACKWARDS_IN_TURN = 10
+"""How many backwards must have another order before buckets follow it; the next time twice as many, and so on."""
+_LEAST_GAIN = 0.02
+"""How much more of backward must be left to send a byte in another order, see `overlap`."""
 
 # What combines gradients in the joined world. A rank that has called `join` finds there what must take part.
 
@@ -149,21 +158,26 @@ class Layout:
     """The buckets of some parameters, the order in which their gradients arrive, and what the ranks contribute."""
 
     def __init__(
-        self, params: Sequence[TrackedParameter], options: SyncOptions, sparse: frozenset[int]
+        self,
+        params: Sequence[TrackedParameter],
+        options: SyncOptions,
+        sparse: frozenset[int],
+        order: Sequence[int] = (),
     ) -> None:
-        """sparse: parameters (by index) that have had a sparse gradient on some rank."""
+        """sparse: parameters (by index) that have had a sparse gradient on some rank. order: as for `lay_out`."""
         self.params = params
         self.buckets = lay_out(
             params,
             sparse,
             options.groups,
             options.bucket_cap_mb,
+            order,
             small_last=options.comm_hook is None,  # each call of a hook costs more than what the split hides
         )
         self.is_on_one_device = len({bucket.device for bucket in self.buckets}) == 1
         self.order = ArrivalOrder(self.buckets)
         self.contributions = Contributions(self.buckets, sparse)
-        self._options = options
+        self.options = options
         self._current: dict[int, BucketMemory] = {}
         """The memory of each bucket that the current backward uses."""
         self._last: dict[int, BucketMemory] = {}
@@ -202,9 +216,9 @@ class Layout:
         if known is None or not known.can_take(grads, is_new, in_place=in_place):
             if bucket.device.type == "cpu":
                 keep_freed_memory()
-            group = channel_of(self._options.process_set).gradients
+            group = channel_of(self.options.process_set).gradients
             flat = group.zeros(bucket.length, bucket.dtype, bucket.device)
-            factor = 1 / group.size if self._options.divides_first(bucket.dtype, group) else 1.0
+            factor = 1 / group.size if self.options.divides_first(bucket.dtype, group) else 1.0
             known = BucketMemory(bucket, flat, factor)
         self._current[place] = known
         return known
@@ -251,6 +265,8 @@ class Reducer:
         """Calls the communication hook."""
         self._sparse: frozenset[int] = frozenset()
         """Parameters (by index) that have had a sparse gradient on some rank."""
+        self._patience = 0
+        """How many backwards in turn must have another order; 0: one, if it has all gradients."""
         self.is_known = False
         """Whether the other ranks of the current world know this reducer."""
         self._id = -1
@@ -288,7 +304,8 @@ class Reducer:
         options = options or self.options
         start = ("compare_start", _compares_starts())
         call = Call(options.kind, (*options.describe(params), start), site=call_site())
-        self._channel.run(call, lambda group, verdict: self._connect(params, options))
+        layout = Layout(params, options, self._sparse)
+        self._channel.run(call, lambda group, verdict: self._connect(layout))
         if not self.is_known:
             self._members = members_of(options.process_set)
             self._id = len(self._members)
@@ -296,19 +313,19 @@ class Reducer:
             self.is_known = True
             self.compare_start()
 
-    def _connect(self, params: Sequence[TrackedParameter], options: SyncOptions) -> None:
+    def _connect(self, layout: Layout) -> None:
         """On a device, reduce zeros of the size of each bucket. Collective, after the ranks have agreed.
 
         NCCL connects the ranks in the first allreduce of each algorithm, and the host waits for that
         (NCCL_RUNTIME_CONNECT in NCCL's src/init.cc). Backward sends buckets before the ranks agree. If another rank
         called something else then, the host would wait for it until the timeout, and find no mismatch.
         """
-        if not current().backend.runs_ahead or options.comm_hook is not None:
+        if not current().backend.runs_ahead or layout.options.comm_hook is not None:
             return
-        for bucket in Layout(params, options, self._sparse).buckets:
+        for bucket in layout.buckets:
             sent = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
-            if options.only_casts:  # a user's compressor may remember what it compresses
-                sent, _ = options.compression.compress(sent)
+            if layout.options.only_casts:  # a user's compressor may remember what it compresses
+                sent, _ = layout.options.compression.compress(sent)
             self._start(self._channel, sent, "")[1].wait()
 
     def compare_start(self) -> None:
@@ -342,10 +359,25 @@ class Reducer:
             self._members[self._id] = member
         self.member = member
 
-    def lay_out(self, params: Sequence[TrackedParameter]) -> None:
-        """Lay out buckets for `params`, and start over."""
-        self.layout = Layout(params, self.options, self._sparse)
+    def lay_out(self, params: Sequence[TrackedParameter], order: Sequence[int] = ()) -> None:
+        """Lay out buckets for `params`, and start over. order: of arrival, equal on all ranks; (): not known."""
+        self.layout = Layout(params, self.options, self._sparse, order)
+        self._order = order
+        """The order of arrival that the buckets follow."""
+        self._patience = max(_BACKWARDS_IN_TURN, 2 * self._patience) if order else 0
+        self._seen: Sequence[int] = ()
+        """The order of the last backward, and how many in turn had it. 0: it needs no other buckets."""
+        self._times_seen = 0
         self.start_over()
+
+    def _lay_out_by(self, order: Sequence[int]) -> None:
+        """Lay out buckets again after a reduction, and move the gradients there. Collective on a device."""
+        moving = {index for sent in self._sent for index in sent.memory.held()} - self.given - self._sparse
+        self.lay_out(self.layout.params, order)
+        self._connect(self.layout)
+        for place in range(len(self.layout.buckets)):
+            self.layout.memory_of(place).take_gradients(moving)
+        self.layout.start_over()
 
     def start_over(self) -> None:
         """Prepare for the next backward."""
@@ -356,6 +388,8 @@ class Reducer:
         """Those of this backward, in order."""
         self._kinds = b""
         """The kinds that this rank contributes to the buckets that were sent, see Contributions."""
+        self._next_order: Sequence[int] = ()
+        """The order that buckets follow from the next backward on; (): as now."""
         self.changes: list[str] = []
         """Descriptions of the parameters that were moved or replaced. `reduce` raises on all ranks if there are any."""
 
@@ -532,9 +566,8 @@ class Reducer:
             for sent in self._sent:
                 sent.work.wait()
 
-        overwritten = next(
-            (p.name for sent in self._sent for p in sent.memory.params if sent.memory.holds(p)), None
-        )
+        held = (index for sent in self._sent for index in sent.memory.held())
+        overwritten = next((self.layout.params[index].name for index in held), None)
         if self.options.comm_hook is None:
             self._channel.receive(self._announcement(self._channel), wait)
         else:  # other ranks may take part only after the announcement
@@ -547,13 +580,15 @@ class Reducer:
 
     # Receiving
 
-    def reduce(self, *, empty: bool = False) -> None:
+    def reduce(self, *, empty: bool = False, arrived: Sequence[int] = ()) -> None:
         """Send the remaining buckets, wait for all, and make the results the gradients. Collective.
 
         Gradients are matched by the order in which they are sent. If a backward fails on one rank, or one rank repeats
         it alone, that rank is therefore out of step until the next shutdown() and init().
 
-        empty: contribute zeros instead of this rank's gradients.
+        Args:
+            empty: contribute zeros instead of this rank's gradients.
+            arrived: in which order one backward has completed gradients, if that may be the order of the next ones.
 
         Raises:
             ValueError: parameters were moved or replaced on this rank.
@@ -564,7 +599,7 @@ class Reducer:
             self.enter_world(self.layout.params)
         self._send_rest(empty=empty)
         channel, changes = self._channel, self.changes
-        call = self._announcement(channel)
+        call = self._announcement(channel, self._proposal(channel, arrived))
         for sent in self._sent:
             if isinstance(sent.work, FailedWork):  # the error finds the rank that has left
                 in_turn(call, channel.receive, call, sent.work.wait)
@@ -605,6 +640,29 @@ class Reducer:
         if compares and (compare := extension("compare_start")) is not None:
             compare(self.layout.params, self.options, self._id)
 
+    def _proposal(self, channel: Channel, arrived: Sequence[int]) -> bytes:
+        """Return the order that buckets should follow on all ranks from the next backward on; b"": as now.
+
+        The first rank decides: after the first backward that completes all gradients, as DDP does; later after
+        `_BACKWARDS_IN_TURN` with the same order, and each time twice as many, so that it does not change to and fro.
+        """
+        is_seen = arrived == self._seen
+        if not arrived or channel.gradients.rank != 0 or (is_seen and not self._times_seen):
+            return b""
+        self._seen, self._times_seen = arrived, self._times_seen + 1 if is_seen else 1
+        layout = self.layout
+        is_first = not self._patience and len(arrived) == sum(bool(param.hooks) for param in layout.params)
+        if not is_first and self._times_seen < max(_BACKWARDS_IN_TURN, self._patience):
+            return b""
+        order = list(dict.fromkeys([*arrived, *range(len(layout.params))[::-1]]))
+        other = Layout(layout.params, self.options, self._sparse, order)
+        gain = overlap(other.buckets, arrived) - overlap(layout.buckets, arrived)
+        must_stay = not self.options.can_reorder or any(sent.memory.is_kept for sent in self._sent)
+        if must_stay or gain < _LEAST_GAIN:
+            self._times_seen, self._patience = 0, max(_BACKWARDS_IN_TURN, self._patience)
+            return b""
+        return array("i", order).tobytes()
+
     def must_combine_left_out(self) -> bool:
         """Return whether the script has given numbers to a gradient in `left_out`, on some rank.
 
@@ -620,15 +678,16 @@ class Reducer:
     def _arguments(self) -> tuple[tuple[str, int | None], ...]:
         return ("process_set", self.options.process_set.process_set_id), ("grad_sync", self._id)
 
-    def _announcement(self, channel: Channel) -> Call:
-        """Return the call that announces a reduction, at the user's line.
+    def _announcement(self, channel: Channel, payload: bytes = b"") -> Call:
+        """Return the call that announces a reduction, at the user's line. payload: of `_proposal`.
 
         It is a message between CPUs: nothing that the ranks must know of each other's gradients is read from a GPU. Its
         count is the digest of the buckets that were sent, and in the lowest bits whether parameters were moved or
         replaced, and whether the kinds have changed.
         """
         bits = 2 * bool(self.changes) + self.layout.contributions.changed(self._kinds)
-        return Call(GRADIENTS, self._arguments, site=call_site(), count=4 * channel.sent_digest + bits)
+        count = 4 * channel.sent_digest + bits
+        return Call(GRADIENTS, self._arguments, site=call_site(), count=count, payload=payload)
 
     def _settle(self, kinds: bytes | None, group: Group, verdict: Verdict) -> list[int]:
         """Return the ranks on which parameters were moved or replaced. If there are none, exchange kinds that changed.
@@ -647,6 +706,8 @@ class Reducer:
         any_changed = any(verdict.counts[place] & 1 for place in active)
         if not wrong and self.layout.contributions.must_exchange(any_changed, bool(verdict.joined)):
             self.layout.contributions.exchange(group, kinds)
+        if not wrong and any(verdict.payloads):
+            self._next_order = array("i", verdict.payloads[0]).tolist()
         return wrong
 
     def contribute_nothing(self, group: Group, verdict: Verdict) -> None:
@@ -699,10 +760,9 @@ class Reducer:
         if keep:
             left_out = self.layout.contributions.left_out
             self.left_out = self.left_out & left_out if self.reduced else left_out
-        if sparse.keys() - self._sparse:
+        if sparse.keys() - self._sparse or self._next_order:
             self._sparse |= sparse.keys()
-            self.lay_out(self.layout.params)
-            self._connect(self.layout.params, self.options)
+            self._lay_out_by(self._next_order or self._order)
         return error
 
     def _correction(self, channel: Channel) -> float:
