@@ -68,6 +68,16 @@ def text_of(path: Path) -> str:
     return f"# {path.name}\n\n~~~~{LANGUAGES[path.suffix]}\n{text}~~~~\n"
 
 
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:
+    """Make 404.html a page without files of the site: their addresses depend on where it is served."""
+    if template_name != "404.html":
+        return output_content
+    return (
+        '<!doctype html><html lang="en"><title>Not found</title><h1>There is no such page</h1>'
+        '<p>It may have another name now: look for it from the <a href="index.html">first page</a>.</p></html>'
+    )
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Make links between files of the repository links between pages of the site."""
     place = Path(page.file.src_uri).parent

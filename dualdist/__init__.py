@@ -1,5 +1,8 @@
 """Data-parallel training under Horovod's API, on torch.distributed or on real Horovod.
 
+Most scripts need ten names: init, rank, size, device, DistributedSampler, DistributedDataParallel, allreduce,
+DistributedOptimizer, broadcast_parameters, checkpoint.CheckpointManager. `help(dualdist.allreduce)` describes one.
+
 Public names are imported at their first use, so that `import dualdist.core.launch` and the command do not import torch.
 Their list is __init__.pyi, which type checkers read, too.
 """
