@@ -64,7 +64,9 @@ def text_of(path: Path) -> str:
         return text
     if path.suffix == ".ipynb":
         cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
-        return "\n\n".join(cell if kind == "markdown" else f"~~~~python\n{cell}\n~~~~" for kind, cell in cells)
+        return "\n\n".join(
+            cell if kind == "markdown" else f"~~~~python\n{cell}\n~~~~" for kind, cell in cells
+        )
     return f"# {path.name}\n\n~~~~{LANGUAGES[path.suffix]}\n{text}~~~~\n"
 
 

@@ -133,7 +133,7 @@ def check_replicas(
     Args:
         model: its parameters and buffers are compared, of any dtype, also those that are not in its state_dict.
         optimizer: its state and its hyperparameters are compared, too.
-        every: compare in the first of so many calls for this model, and return at once in the others.
+        every: compare in call 1, 1 + every, 1 + 2 * every, ... for this model; the calls between do nothing.
         batch_norm_buffers: False leaves out the running statistics of normalization layers, which each rank has of its
             own unless they are synchronized (SyncBatchNorm, DistributedDataParallel).
 

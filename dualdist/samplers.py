@@ -203,7 +203,7 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
         self._start_at(self._offset if resumed else 0)
 
     def advance(self, num_samples: int) -> None:
-        """Record that this rank has consumed its next `num_samples` samples, and every other rank as many.
+        """Record that each rank has trained on its next `num_samples` samples.
 
         num_samples: of this rank alone: `len(batch)`, also for a shorter last batch; 1 for a batch when a batch sampler
         is wrapped. Local. Raises ValueError when it is more than was drawn and not yet counted.

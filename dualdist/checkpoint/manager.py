@@ -89,7 +89,7 @@ class CheckpointManager:
             `Preempted`, a SystemExit, on every rank, also when only one rank received it. Needs the main thread.
         exit_code: that of `Preempted`; 75 means "try again". Configure the scheduler to restart the job on it;
             Slurm: RequeueExit=75.
-        agree_every: exchange a few bytes after every so many steps, for signals, seconds and errors.
+        agree_every: every so many steps, the ranks exchange whether a signal came, time is up or a save failed.
         random_state: also save the random number generators of every rank; see RandomState.
         sharded: for models that fully_shard or parallelize_module has changed: every rank writes and reads its part of
             the models and optimizers, into a folder per checkpoint that torch.distributed.checkpoint loads, too. The

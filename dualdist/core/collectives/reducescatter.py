@@ -80,8 +80,8 @@ def reducescatter(
     Args:
         tensor: (n, ...), equal shape on all ranks; dtypes as for `allreduce`.
         op: Average (default) or Sum. The other arguments are those of `allreduce`, in Horovod's order.
-        gradient: Average (default), as in Horovod, for the gradient of the sum of all ranks' losses times their number;
-            Sum for that gradient itself.
+        gradient: Sum for the mathematical gradient of the sum of all ranks' losses; Average (Horovod's, the
+            default) for that times the number of ranks.
 
     Returns:
         (n // size, ...), with one more row on each of the first n % size ranks.

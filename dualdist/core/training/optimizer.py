@@ -165,7 +165,8 @@ def DistributedOptimizer(
         ValueError: an argument is wrong on this rank, the model has a torch.nn.SyncBatchNorm that cannot work, or
             another optimizer would combine the same gradients once more.
         TypeError: an argument is of a wrong type, or `optimizer` or its model is distributed already.
-        CollectiveMismatchError: the parameters, options or classes of the optimizers differ between ranks.
+        CollectiveMismatchError: between ranks, names, shapes or dtypes of the parameters differ, or arguments of this
+            function, or the class of `optimizer`.
     """
     with reporting(OPTIMIZER, process_set):  # the other ranks must not wait for this one
         # Ranks outside a set train alone, so that they would not notice that it is not registered.
