@@ -29,7 +29,7 @@ class Wrapped:
     """Four weights, two of them in each bucket, after three backwards in the same order."""
 
     def __init__(self, style: str, *, is_oldest: bool = False) -> None:
-        """is_oldest: whether no wrapper of another test may be older, beside which none is sent early."""
+        """is_oldest: whether no wrapper of another test may be older, which would delay buckets."""
         if is_oldest:
             hvd.shutdown()
             hvd.init()
@@ -249,7 +249,7 @@ def test_a_backward_inside_another_one_is_combined(style: str) -> None:
 @styles
 @everywhere
 def test_buckets_that_follow_a_new_order_give_the_same_gradients(style: str) -> None:
-    wrapped = Wrapped(style)
+    wrapped = Wrapped(style, is_oldest=True)
     wrapped.turn_buckets()
     for order in ([0, 1, 2, 3], [1, 0, 3, 2], [3, 2, 1, 0], [0, 2, 1]):
         wrapped.zero_grad()
@@ -261,7 +261,7 @@ def test_buckets_that_follow_a_new_order_give_the_same_gradients(style: str) -> 
 @styles
 @everywhere
 def test_gradients_that_are_kept_accumulate_while_buckets_change(style: str) -> None:
-    wrapped = Wrapped(style)
+    wrapped = Wrapped(style, is_oldest=True)
     wrapped.turn_buckets(without_last=True)
     wrapped.zero_grad()
     for times in range(1, 4):  # buckets change after the first one
@@ -272,7 +272,8 @@ def test_gradients_that_are_kept_accumulate_while_buckets_change(style: str) -> 
 @pytest.mark.ranks(2, 3)
 @everywhere
 def test_a_rank_that_has_joined_sends_zeros_in_buckets_of_a_new_order(is_released: bool) -> None:
-    wrapped, size = Wrapped("module"), hvd.size()
+    wrapped = Wrapped("module", is_oldest=True)
+    size = hvd.size()
     wrapped.turn_buckets()
     wrapped.zero_grad()
     if hvd.rank() == size - 1:
