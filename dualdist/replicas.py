@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -128,10 +128,11 @@ def check_replicas(
     """Raise ReplicaMismatchError unless all ranks have the same bits in `model` and `optimizer`.
 
     Collective: every member of `process_set` must call it. Call it between steps. It reads all numbers, and gathers one
-    checksum for each tensor. A model on a GPU makes the host wait for it.
+    checksum of all of them; if these differ, one for each tensor. A model on a GPU makes the host wait for it.
 
     Args:
-        model: its parameters and buffers are compared, of any dtype, also those that are not in its state_dict.
+        model: its parameters and buffers are compared, of any dtype, also those that are not in its state_dict, and
+            which parameters require gradients, and which modules train or evaluate.
         optimizer: its state and its hyperparameters are compared, too.
         every: compare in call 1, 1 + every, 1 + 2 * every, ... for this model; the calls between do nothing.
         batch_norm_buffers: False leaves out the running statistics of normalization layers, which each rank has of its
@@ -155,9 +156,12 @@ def check_replicas(
         if call % every:
             return
         named = [*_of_model(model, flag("batch_norm_buffers", batch_norm_buffers)), *_of_optimizer(optimizer)]
-        sums = _on_cpu([_fingerprint(name, value) for name, value in named]).tolist()
-        own = {name: (_described(value), found) for (name, value), found in zip(named, sums, strict=True)}
-    replicas = allgather_object(own, process_set=process_set)
+        own = _digest(named)
+    # What differs is a question that most calls need not ask.
+    if len(set(allgather_object(own, process_set=process_set))) == 1:
+        return
+    each = {name: (_described(value), _digest([(name, value)])) for name, value in named}
+    replicas = allgather_object(each, process_set=process_set)
     names = list(dict.fromkeys(name for replica in replicas for name in replica))
     wrong_names = [name for name in names if len({replica.get(name) for replica in replicas}) > 1]
     if not wrong_names:
@@ -187,6 +191,8 @@ def _of_model(model: nn.Module, batch_norm_buffers: bool) -> Iterator[tuple[str,
             for name, layer in layers
             for key, _ in layer.named_buffers(recurse=False)
         }
+    yield from ((f"{name}.training".lstrip("."), module.training) for name, module in model.named_modules())
+    yield from ((f"{name}.requires_grad", param.requires_grad) for name, param in model.named_parameters())
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in own)
 
@@ -208,26 +214,49 @@ def _described(value: Any) -> str:
 
 
 @torch.no_grad()
-def _fingerprint(name: str, value: Any) -> torch.Tensor:
-    """Return a number that is the same for equal bits, () int64 on the device of `value`."""
-    if not isinstance(value, torch.Tensor):
-        return torch.tensor(_hash(repr(value)), device="cpu")
+def _digest(named: Sequence[tuple[str, Any]]) -> str:
+    """Return a text that is the same for equal names, descriptions and bits.
+
+    Small tensors are read together: operations on each of its own would take most of the time.
+    """
+    text = hashlib.blake2b(digest_size=8)
+    pending: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    taken, places = Counter[Any](), Counter[Any]()
+    sums: list[torch.Tensor] = []
+
+    def add(kind: tuple[torch.device, torch.dtype]) -> None:
+        numbers = torch.cat(pending.pop(kind))
+        # Odd weights, so that every bit counts, and so does the place of each number.
+        weights = torch.arange(places[kind], taken[kind], device=numbers.device).mul_(2).add_(1)
+        sums.append(weights.mul_(numbers).sum())
+        places[kind] = taken[kind]
+
+    for name, value in named:
+        is_tensor = isinstance(value, torch.Tensor)
+        text.update(repr((name, _described(value) if is_tensor else value)).encode())
+        for words in _bits(name, value) if is_tensor else ():
+            kind = words.device, words.dtype
+            for part in words.split(_PART) if len(words) > _PART else (words,):
+                pending[kind].append(part)
+                taken[kind] += len(part)
+                if taken[kind] - places[kind] >= _PART:
+                    add(kind)
+    for kind in list(pending):
+        add(kind)
+    text.update(repr(_on_cpu(sums).tolist()).encode())
+    return text.hexdigest()
+
+
+def _bits(name: str, value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the bits of a tensor as integers, ((n,), of any width)."""
     if is_dtensor(value):
         fix = "Sharded models are compared by what sharded them."
         raise wrong("model", "of plain tensors", f"a DTensor {name!r}", fix, TypeError)
     data = value.detach()
     if nn.parameter.is_lazy(data) or data.is_meta:
-        return torch.tensor(0, device="cpu")
+        return
     if data.layout != torch.strided:
         data = data.to_sparse_coo().coalesce()
-        return 3 * _fingerprint(name, data.indices()) + _fingerprint(name, data.values())
-    if data.is_quantized:
-        return _fingerprint(name, data.int_repr()) + _hash(str(data.qscheme()))
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for number, part in enumerate(_words(data).split(_PART)):
-        # Odd weights, so that every bit counts, and so does the place of each number.
-        weights = (
-            torch.arange(number * _PART, number * _PART + part.numel(), device=part.device).mul_(2).add_(1)
-        )
-        total += (part.to(torch.int64) * weights).sum()
-    return total
+        yield from (*_bits(name, data.indices()), *_bits(name, data.values()))
+    else:
+        yield _words(data.int_repr() if data.is_quantized else data)

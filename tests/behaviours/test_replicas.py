@@ -56,6 +56,11 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
         lambda _, optimizer: optimizer.param_groups[0].update(lr=0.2),
         "'optimizer.param_groups[0].lr' (float)",
     ),
+    "evaluation": (lambda model, _: model[1].eval(), "'1.training' (bool)"),
+    "a frozen parameter": (
+        lambda model, _: model[0].bias.requires_grad_(False),
+        "'0.bias.requires_grad' (bool)",
+    ),
     "a moment": (
         lambda _, optimizer: next(iter(optimizer.state.values()))["exp_avg"].add_(1),
         "'optimizer.state[0].exp_avg' (float32, 4x3)",
