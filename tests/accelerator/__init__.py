@@ -22,9 +22,6 @@ import torch.distributed as dist
 
 _NAME = "simulated_accelerator"
 _SOURCES = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".h", ".cpp"))
-_TRANSPORTS = {"npu": "hccl"}
-"""Names of devices with a transport, under which torch and dualdist know them."""
-
 _extension: Any = None
 
 
@@ -72,8 +69,8 @@ def register(name: str) -> None:
     torch.utils.rename_privateuse1_backend(name)
     torch._register_device_module(name, _device_module(name))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    if name in _TRANSPORTS:
-        dist.Backend.register_backend(_TRANSPORTS[name], _transport, extended_api=True, devices=[name])
+    if name == "npu":  # torch and dualdist know this transport of devices called so
+        dist.Backend.register_backend("hccl", _transport, extended_api=True, devices=[name])
 
 
 def _device_module(name: str) -> ModuleType:
@@ -120,8 +117,3 @@ def set_delays(main: int = 0, side: int = 0, collective: int = 0, seed: int = 0)
 def sleep_ms(milliseconds: int) -> None:
     """Queue a kernel that takes so long on the current stream."""
     _extension.sleep_ms(milliseconds)
-
-
-def synchronous_calls() -> dict[str, int]:
-    """Return how often each operator made the host wait, because only its kernel finds the sizes of its results."""
-    return dict(_extension.synchronous_calls())

@@ -48,10 +48,6 @@ PYBIND11_MODULE(simulated_accelerator, module) {
             std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
         });
     });
-    module.def("synchronous_calls", [] {
-        std::lock_guard lock(synchronous_mutex);
-        return synchronous_calls;
-    });
     module.def("transport", [](int rank, int size, const BackendPtr& gloo) {
         return BackendPtr(c10::make_intrusive<Transport>(rank, size, gloo));
     });

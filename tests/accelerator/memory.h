@@ -8,7 +8,7 @@
 #include <sys/mman.h>
 
 #include <list>
-#include <set>
+#include <map>
 
 namespace simulated {
 
@@ -104,13 +104,14 @@ class PinnedAllocator final : public c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override {
         void* start = malloc(bytes + 1);  // not nullptr, even for none
         std::lock_guard lock(mutex_);
-        starts_.insert(start);
+        ends_[start] = static_cast<char*>(start) + bytes;
         return {start, start, free, c10::DeviceType::CPU};
     }
 
-    bool contains(const void* start) {
+    bool contains(const void* address) {
         std::lock_guard lock(mutex_);
-        return starts_.count(start) != 0;
+        auto next = ends_.upper_bound(address);
+        return next != ends_.begin() && address <= std::prev(next)->second;
     }
 
     void copy_data(void*, const void*, size_t) const override { TORCH_CHECK(false, "torch does not call it"); }
@@ -119,12 +120,12 @@ class PinnedAllocator final : public c10::Allocator {
     static void free(void* start) {
         auto& own = only<PinnedAllocator>();
         std::lock_guard lock(own.mutex_);
-        own.starts_.erase(start);
+        own.ends_.erase(start);
         ::free(start);
     }
 
     std::mutex mutex_;
-    std::set<const void*> starts_;
+    std::map<const void*, const void*> ends_;
 };
 
 bool is_on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kType; }

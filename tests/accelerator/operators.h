@@ -19,10 +19,6 @@ using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-// How often each operator has made the host wait.
-std::mutex& synchronous_mutex = *new std::mutex;
-auto& synchronous_calls = *new std::map<std::string, int>;
-
 // The host draws a seed for each kernel, in the order of the calls.
 at::Generator& generator = *new at::Generator(at::make_generator<at::CPUGeneratorImpl>());
 
@@ -120,13 +116,6 @@ void queue_kernel(const OperatorHandle& op, const Stack& arguments, const Stack&
     });
 }
 
-void run_on_host(const OperatorHandle& op, Stack* stack, DispatchKey key) {
-    std::unique_lock lock(synchronous_mutex);
-    ++synchronous_calls[toString(op.operator_name())];
-    lock.unlock();
-    at::native::cpu_fallback(op, stack, /*error_on_views=*/true, key);
-}
-
 void run(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     const auto& declared = op.schema().arguments();
     Stack arguments = torch::jit::last(*stack, declared.size()).vec();
@@ -137,14 +126,14 @@ void run(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
         arguments[i] = seeded_by(arguments[i].isGenerator() ? arguments[i].toGenerator() : generator);
     }
     auto results = results_of(op, arguments, device);
-    if (!results) return run_on_host(op, stack, DispatchKey::CPU);
+    if (!results) return at::native::cpu_fallback(op, stack, /*error_on_views=*/true, DispatchKey::CPU);
     queue_kernel(op, arguments, *results);
     torch::jit::drop(*stack, arguments.size());
     stack->insert(stack->end(), results->begin(), results->end());
 }
 
 void run_sparse(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-    run_on_host(op, stack, DispatchKey::SparseCPU);
+    at::native::cpu_fallback(op, stack, /*error_on_views=*/true, DispatchKey::SparseCPU);
 }
 
 // For convolutions, torch calls operators of other names on a device than on the CPU.
