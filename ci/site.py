@@ -67,7 +67,7 @@ def text_of(path: Path) -> str:
         return "\n\n".join(
             cell if kind == "markdown" else f"~~~~python\n{cell}\n~~~~" for kind, cell in cells
         )
-    return f"# {path.name}\n\n~~~~{LANGUAGES[path.suffix]}\n{text}~~~~\n"
+    return f"---\nsearch:\n  boost: 0.1\n---\n\n# {path.name}\n\n~~~~{LANGUAGES[path.suffix]}\n{text}~~~~\n"
 
 
 def on_post_template(output_content: str, template_name: str, config: Any) -> str:
