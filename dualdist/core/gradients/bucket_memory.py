@@ -390,7 +390,10 @@ def addresses_of(grads: Sequence[torch.Tensor | None]) -> list[int | None]:
 
 
 class BucketMemory:
-    """The memory of one bucket. All lists with one item per parameter are in the order of the bucket's slots."""
+    """The memory of one bucket. All lists with one item per parameter are in the order of the bucket's slots.
+
+    Its methods are called while autograd records nothing.
+    """
 
     def __init__(self, bucket: Bucket, flat: torch.Tensor, factor: float) -> None:
         """flat: zeros, ((bucket.length,), bucket.dtype). factor: what `pack` multiplies gradients by."""
@@ -464,7 +467,6 @@ class BucketMemory:
             grad is None and self.holds(param) for grad, param in zip(grads, self.params, strict=True)
         )
 
-    @torch.no_grad()
     def take_gradients(self, indices: Set[int]) -> None:
         """Move the dense gradients of some parameters here before `pack`; their values remain.
 
@@ -482,7 +484,6 @@ class BucketMemory:
         for tensor, _, view in moving:
             tensor.grad = view.data
 
-    @torch.no_grad()
     def pack(
         self,
         grads: Sequence[torch.Tensor | None],
@@ -537,7 +538,6 @@ class BucketMemory:
             self._host = held = accelerator.host_memory(len(sent), sent.dtype, sent.device)
         return held
 
-    @torch.no_grad()
     def fill(self, combined: torch.Tensor) -> None:
         """Copy what the ranks have combined, (n,) of any dtype and device, unless it is this memory."""
         if combined.data_ptr() != self.flat.data_ptr() or combined.dtype != self.flat.dtype:
@@ -563,7 +563,6 @@ class BucketMemory:
             tensor.grad = view.data
         self._are_set = at_end and are_all
 
-    @torch.no_grad()
     def set_gradients(self, kinds: bytes) -> None:
         """Make the combined numbers the gradients of those parameters whose kind has no SPARSE.
 

@@ -377,7 +377,8 @@ class GradSync(Combiner):
         if self._is_shared:
             self._reducer.given = self._indices
         if arrived := self._arrivals.take_arrived():
-            self._reducer.mark_ready(arrived, at_end=True)
+            with torch.no_grad():
+                self._reducer.mark_ready(arrived, at_end=True)
         arrived, has_one_task = list(self._arrivals.arrived), self._arrivals.has_one_task
         layout = self._reducer.layout
         if arrived != layout.order.expected:  # else no hook is missing

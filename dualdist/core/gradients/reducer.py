@@ -228,7 +228,7 @@ class Layout:
         self._current, self._last = {}, {}
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SentBucket:
     """A bucket that was sent: an allreduce sums it, or a communication hook of the user combines it."""
 
@@ -580,6 +580,7 @@ class Reducer:
 
     # Receiving
 
+    @torch.no_grad()
     def reduce(self, *, empty: bool = False, arrived: Sequence[int] = ()) -> None:
         """Send the remaining buckets, wait for all, and make the results the gradients. Collective.
 
@@ -710,6 +711,7 @@ class Reducer:
             self._next_order = array("i", verdict.payloads[0]).tolist()
         return wrong
 
+    @torch.no_grad()
     def contribute_nothing(self, group: Group, verdict: Verdict) -> None:
         """Take part in a `reduce` of the other ranks with zeros.
 
