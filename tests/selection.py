@@ -66,8 +66,9 @@ ABOVE_THE_BACKENDS = """
     autograd backward_passes checkpoint checkpoint_failures checkpointed_layers comm_hooks commits compile elastic
     elastic_sampler elastic_state equal_start failed_backward gradient_dtypes gradient_order
     kept_gradients losses_over_ranks metrics mixed_precision moved_gradients no_host_reads objects optimizer
-    optimizer_state overlap parallel parallel_interface parallel_state parameter_hooks parameters reduce_ops replicas report
-    several_optimizers sharded_checkpoint sharded_models sparse_gradients sync_batch_norm timeline unused_parameters
+    optimizer_state overlap parallel parallel_interface parallel_state parameter_hooks parameters reduce_ops replicas
+    report several_optimizers sharded_checkpoint sharded_models sparse_gradients sync_batch_norm timeline
+    unused_parameters
 """
 """Files of behaviours that are made of collectives, which other files test on every backend."""
 ON_DEVICES = """
