@@ -287,9 +287,9 @@ class Contributions:
         self._expected = b"".join(expected)
         """What a rank contributes that has all gradients; equal on all ranks."""
         self._ends = list(itertools.accumulate(map(len, expected)))
-        self._announced: bytes | None = self._expected
+        self.announced: bytes | None = self._expected
         """What this rank contributed at the last exchange; None after an exchange in which it had joined."""
-        self._is_complete = True
+        self.is_complete = True
         """Whether every member that had not joined contributed the expected kinds at the last exchange."""
         self.combined = list(expected)
         """For each bucket, the kinds that the ranks contribute, without LEFT_OUT and FINAL."""
@@ -298,14 +298,6 @@ class Contributions:
         """The parameters that some rank may still set and no backward on any rank has reached."""
         self._any_final = False
         """Whether some rank will not set gradients any more that backward has not reached."""
-
-    def changed(self, kinds: bytes) -> bool:
-        """Return whether this rank contributes other kinds than at the last exchange."""
-        return kinds != self._announced
-
-    def must_exchange(self, any_changed: bool, any_joined: bool) -> bool:
-        """Return whether the members must exchange their kinds; the same on all members for equal arguments."""
-        return any_changed or (any_joined and not self._is_complete)
 
     def combined_now(self, place: int, *, can_repeat: bool) -> bytes:
         """Return the kinds of what is combined of the bucket at `place`; the rest is combined in `step()`.
@@ -344,8 +336,8 @@ class Contributions:
             if left_out and not reached
         )
         self.combined = [combined[start:end] for start, end in itertools.pairwise([0, *self._ends])]
-        self._announced, self._any_final = kinds, bool(any_final)
-        self._is_complete = not any_incomplete
+        self.announced, self._any_final = kinds, bool(any_final)
+        self.is_complete = not any_incomplete
 
 
 # Keeps the memory that each training step frees and allocates again, instead of giving it back to the kernel.

@@ -686,7 +686,7 @@ class Reducer:
         count is the digest of the buckets that were sent, and in the lowest bits whether parameters were moved or
         replaced, and whether the kinds have changed.
         """
-        bits = 2 * bool(self.changes) + self.layout.contributions.changed(self._kinds)
+        bits = 2 * bool(self.changes) + (self._kinds != self.layout.contributions.announced)
         count = 4 * channel.sent_digest + bits
         return Call(GRADIENTS, self._arguments, site=call_site(), count=count, payload=payload)
 
@@ -705,7 +705,8 @@ class Reducer:
             )
         wrong = [group.ranks[place] for place in active if verdict.counts[place] & 2]
         any_changed = any(verdict.counts[place] & 1 for place in active)
-        if not wrong and self.layout.contributions.must_exchange(any_changed, bool(verdict.joined)):
+        # A member that has joined does not announce that it contributes nothing now.
+        if not wrong and (any_changed or (verdict.joined and not self.layout.contributions.is_complete)):
             self.layout.contributions.exchange(group, kinds)
         if not wrong and any(verdict.payloads):
             self._next_order = array("i", verdict.payloads[0]).tolist()
