@@ -8,8 +8,9 @@ dualdist parity --record here.json train.py && dualdist parity --against here.js
 A cell is BACKEND+TRANSPORT[@LAUNCHER][ xN][,NAME=VALUE ...]. NAME=VALUE sets a variable of the environment, python=PATH
 another interpreter or virtual environment. LAUNCHER is torchrun, horovodrun, mpirun, exec (`mpirun dualdist exec`) or
 run (`dualdist run`). The script stays as it is, and is ended after the steps. It may use dualdist, torch.distributed
-or Horovod, which is dualdist.compat with the backend torch. Exit code: 0 equal, 1 different, 2 could not run, or not
-within --timeout: then the error has the line in which each rank was.
+or Horovod, which is dualdist.compat with the backend torch. Exit code: 0 equal, or equal up to rounding of at most
+--tolerance; 1 different; 2 could not run, or not within --timeout: then the error has the line in which each rank was;
+3 equal up to rounding of more than --tolerance.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ _PACKAGE = Path(__file__).parents[1]
 _CELL = re.compile(r"(\w+)\+(\w+)(?:@(\w+))?(?: ?x([0-9]+))?", re.ASCII)
 _LEFT, _RIGHT = "torch+gloo@torchrun", "horovod+gloo@horovodrun"
 _TAIL = 25  # lines of a failed cell's output to show
+_WARNINGS = 5  # of each side to show
 _STACKS_SIGNAL = signal.SIGRTMIN + 5  # what the ranks of a cell that hangs answer with their stacks
 _STACKS_SECONDS = 5.0  # how long to wait for what the ranks of a cell that hangs write
 
@@ -124,8 +126,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--right", metavar="CELL", default=_RIGHT, help="the second way to run it (%(default)s)")
     add("--steps", type=whole_number, default=50, metavar="K", help="optimizer steps (%(default)s)")
     add("--timeout", type=float, metavar="SECONDS", help="end a cell that takes longer")
-    text = "the relative difference of a tensor from which on it is different (%(default)s)"
+    text = "exit with 3 if rounding changes a tensor by more than this part of it (%(default)s; inf: never)"
     add("--tolerance", type=float, default=1e-4, metavar="T", help=text)
+    text = "the step with which the right begins, a resumed run (found by its weights)"
+    add("--start-step", type=whole_number, metavar="K", help=text)
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--record", type=Path, metavar="FILE", help="only run --left, and record it")
     only.add_argument("--against", type=Path, metavar="FILE", help="compare --right with such a record")
@@ -137,14 +141,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run the cells and print the comparison. Returns 0 if they are equal, else 1."""
+    """Run the cells and print the comparison. Returns the exit code of the module's docstring."""
     picture = None if args.plot is None else new_figure(7, 6)
     for option in ("record", "json", "plot"):
         file = getattr(args, option)
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigurationError(f"`--{option}` must be a file in a folder that exists, but is {file}.")
     is_time = args.timeout is None or 0 < args.timeout < threading.TIMEOUT_MAX
-    if args.steps < 1 or not 0 <= args.tolerance < math.inf or not is_time:
+    if args.steps < 1 or not args.tolerance >= 0 or not is_time:
         raise ConfigurationError(
             "`--steps` must be at least 1, `--tolerance` at least 0, and `--timeout` a positive number of seconds."
         )
@@ -162,14 +166,14 @@ def execute(args: argparse.Namespace) -> int:
     right = parse_cell(args.right, args.size)
     run = functools.partial(run_cell, steps=args.steps, command=command, timeout=args.timeout)
     records = run(left) if args.against is None else _read(args.against), run(right)
-    result = compare(*records, args.tolerance)
+    result = compare(*records, args.tolerance, args.start_step)
     sys.stdout.writelines(f"{line}\n" for line in _report(*records, result, args.tolerance))
     if args.json is not None:
         args.json.write_text(json.dumps(_as_json(*records, result, args.tolerance), indent=2))
     if picture is not None:
         _draw(picture, *records, result)
         save_figure(picture, args.plot)
-    return int(result.first is not None)
+    return 1 if result.first is not None else 3 * (result.largest > args.tolerance)
 
 
 def _read(file: Path) -> Record:
@@ -213,17 +217,19 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str], timeout: float | No
                 process.wait()
                 signal.signal(signal.SIGTERM, former)
             output.seek(0)
-            tail = output.read().decode(errors="replace").splitlines()
+            lines = output.read().decode(errors="replace").splitlines()
         ranks = [json.loads(file.read_text()) for file in Path(folder).glob("rank-*.json")]
     ranks.sort(key=lambda rank: int(rank["rank"]))
     has_failed = len(ranks) != cell.size or any(rank["error"] is not None for rank in ranks)
     if has_failed or not all(rank["steps"] for rank in ranks):
         no_step = "a rank made no step of an optimizer after a backward"
         why = f"it ended with {code}" if has_failed else no_step
-        tail = next((rank["error"].splitlines() for rank in ranks if rank["error"]), tail)[-_TAIL:]
+        tail = next((rank["error"].splitlines() for rank in ranks if rank["error"]), lines)[-_TAIL:]
         shown = "".join(f"\n  {line}" for line in tail)
         raise ConfigurationError(f"{cell.name} could not run: {why}. Its last output:{shown}")
-    return {"cell": cell.name, "steps": steps, "seconds": time.monotonic() - began, "ranks": ranks}
+    warnings = dict.fromkeys(re.findall(r"\w*Warning: .*", "\n".join(lines)))
+    seconds = time.monotonic() - began
+    return {"cell": cell.name, "steps": steps, "seconds": seconds, "warnings": [*warnings], "ranks": ranks}
 
 
 def _where(folder: Path, size: int) -> list[str]:
@@ -252,16 +258,16 @@ def _report(left: Record, right: Record, result: Comparison, tolerance: float) -
             f"{side} {record['cell']}: {len(record['ranks'])} processes, {head['steps']} steps, torch "
             f"{head['torch']}, {head['threads']} threads, {record['seconds']:.1f} s"
         )
-    first, least, cause = result.first, result.least, result.cause
+    first, least, cause, number = result.first, result.least, result.cause, len(result.losses)
     if first is not None:
         yield f"different: {_place(first)}"
-    elif least is not None:
-        yield f"equal: {len(result.losses)} steps differ by {result.largest:.1e} at most (--tolerance {tolerance:g})"
+    elif least is None:
+        yield f"equal: {number} steps are equal bit for bit"
     else:
-        yield f"equal: {len(result.losses)} steps are equal bit for bit"
+        kind = "equal" if result.largest <= tolerance else "only rounding"
+        yield f"{kind}: {number} steps differ by {result.largest:.1e} at most (--tolerance {tolerance:g})"
     if least is not None and least != first:
         yield f"the first difference in any bit: {_place(least)}"
-    if least is not None and (cause is None or least.size < tolerance):
         error = max(rank["summing_error"] for record in (left, right) for rank in record["ranks"])
         yield f"for comparison: adding the numbers of a gradient in another order changes their sum by {error:.1e}"
     if cause is not None:
@@ -269,11 +275,14 @@ def _report(left: Record, right: Record, result: Comparison, tolerance: float) -
         yield f"remedy: {cause.remedy}"
     for note in result.notes:
         yield f"note: {note}"
-    shown = {0, len(result.losses) - 1, first.step if first else 0} & set(range(len(result.losses)))
+    for side, record in (("left", left), ("right", right)):
+        for warning in record.get("warnings", ())[:_WARNINGS]:
+            yield f"warning of the {side}: {warning}"
+    shown = {0, number - 1, first.step - result.begin if first else 0} & set(range(number))
     yield "step  loss left      loss right     weights differ by"
     for step in sorted(shown):
         losses = ("-" if loss is None else f"{loss:.8g}" for loss in result.losses[step])
-        yield f"{step:4}  {'  '.join(f'{loss:13}' for loss in losses)}  {result.sizes[step]:.1e}"
+        yield f"{step + result.begin:4}  {'  '.join(f'{loss:13}' for loss in losses)}  {result.sizes[step]:.1e}"
 
 
 def _place(found: Difference) -> str:
@@ -284,7 +293,8 @@ def _place(found: Difference) -> str:
 
 
 def _as_json(left: Record, right: Record, result: Comparison, tolerance: float) -> Any:
-    found = {"equal": result.first is None, "tolerance": tolerance, **dataclasses.asdict(result)}
+    is_equal = result.first is None and result.largest <= tolerance
+    found = {"equal": is_equal, "tolerance": tolerance, **dataclasses.asdict(result)}
     for side, record in (("left", left), ("right", right)):
         values = record | record["ranks"][0]
         found[side] = {name: values[name] for name in ("cell", "seconds", "torch", "threads", "device")}

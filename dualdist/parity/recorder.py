@@ -4,7 +4,8 @@
 
 The script is not changed, nor are its numbers: nothing here calls a collective or draws a random number. Hooks of
 torch see each forward of a whole model, each backward and each step of an optimizer. A tensor is recorded as a
-fingerprint: a hash, the norm, and a sketch. The difference of sketches has on average the norm of the difference.
+fingerprint: a hash, the norm, and a sketch. The difference of sketches has on average the norm of the difference, and
+the sketch of a sum is the sum of the sketches.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import re
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,8 @@ from ..core.backends import HOROVOD_BACKENDS
 from ..core.collectives.wire import dtype_name
 from ..core.launch.detect import detect
 from . import comparison as stages
+from .comparison import WIDTH
 
-WIDTH = 16
-"""Numbers in a sketch."""
 _LEAVE_SECONDS = 30
 """How long a rank that has recorded all steps waits for the others: one that leaves could break their last step."""
 
@@ -53,14 +52,15 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     values = tensor.detach()
     values = values.to_local() if hasattr(values, "to_local") else values
     values = (values if values.layout == torch.strided else values.to_dense()).resolve_conj().resolve_neg()
-    return values.cpu().contiguous().reshape(-1)
+    values = values.cpu().contiguous()
+    return values.as_strided((values.numel(),), (1,))  # also of one expanded number, whose stride is 0
 
 
 def fingerprint(tensor: torch.Tensor, finds_narrow: bool = False) -> list[Any]:
-    """Return [hash, norm, sketch, dtype], and the 16-bit dtype that could hold all values, or None."""
+    """Return [hash, norm, sketch, dtype and shape], and the 16-bit dtype that could hold all values, or None."""
     flat = _flat(tensor)
-    dtype = dtype_name(flat.dtype)
-    known = hashlib.blake2b(f"{dtype}{list(tensor.shape)}".encode(), digest_size=8)
+    kind = f"{dtype_name(flat.dtype)}{list(tensor.shape)}"
+    known = hashlib.blake2b(kind.encode(), digest_size=8)
     known.update(flat.view(torch.uint8).numpy().data)
     # In numpy, whose operations on small arrays are the fastest, and use one thread.
     real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
@@ -69,7 +69,7 @@ def fingerprint(tensor: torch.Tensor, finds_narrow: bool = False) -> list[Any]:
     with numpy.errstate(all="ignore"):  # of numbers that are not finite
         numpy.multiply(numbers, _signs(len(numbers)), out=signed[: len(numbers)])
         norm = math.sqrt(numpy.dot(numbers, numbers))
-        found = [known.hexdigest(), norm, signed.reshape(WIDTH, -1).sum(1).tolist(), dtype]
+        found = [known.hexdigest(), norm, signed.reshape(WIDTH, -1).sum(1).tolist(), kind]
     return [*found, _narrow(flat) if finds_narrow else None]
 
 
@@ -79,6 +79,12 @@ def _signs(count: int) -> Any:
     mixed: Any = numpy.arange(1, count + 1, dtype=numpy.uint64) * 0x9E3779B1 % 2**32
     mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA6B % 2**32
     return ((mixed >> 16) % 2).astype(numpy.int8) * 2 - 1
+
+
+def _rows(tensor: torch.Tensor) -> list[str]:
+    """Return a hash of each sample of a batch."""
+    rows = numpy.array_split(_flat(tensor).view(torch.uint8).numpy(), len(tensor))
+    return [hashlib.blake2b(row.data, digest_size=6).hexdigest() for row in rows]
 
 
 def _narrow(values: torch.Tensor) -> str | None:
@@ -108,6 +114,55 @@ def _random_states() -> dict[str, str]:
     return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
 
 
+_BRANCHES = re.compile("Relu|Threshold|Hardtanh|Abs")
+"""The operations whose gradient depends on the sign of what they have saved. Others save whole numbers: indices."""
+
+
+@functools.cache
+def _saved(kind: type) -> list[tuple[str, bool]]:
+    """Return the names of what autograd saves for an operation, and whether it is a tensor."""
+    names = [name.removeprefix("_saved_") for name in dir(kind) if name.startswith("_saved_")]
+    return [(name, hasattr(kind, f"_raw_saved_{name}")) for name in names]
+
+
+def _operations(loss: torch.Tensor, reads_tensors: bool) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+    """Return what has computed `loss`, the last operation first: of each the name and its numbers; the targets, and
+    the branches that each has taken. See "Saved tensors" on https://docs.pytorch.org/docs/stable/notes/autograd.html.
+    """
+    found: list[Any] = []
+    targets: dict[str, Any] = {}
+    branches: dict[str, Any] = {}
+    nodes: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(nodes)
+    for node in nodes:  # grows
+        operation = node.name().rpartition("::")[2].removesuffix("0").removesuffix("Backward")
+        numbers: dict[str, Any] = {}
+        kind: Any = type(node)
+        for name, is_tensor in _saved(kind):
+            if is_tensor and not reads_tensors:
+                continue
+            with contextlib.suppress(Exception):  # nothing here may end a training
+                value = getattr(node, f"_saved_{name}")
+                if isinstance(value, bool | int | float):
+                    numbers |= {name: value} if value < 2**63 else {}  # which stands for a negative number
+                elif not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+                    continue
+                elif name == "target":
+                    targets[operation] = fingerprint(value)
+                elif value.dim() == 0 and not value.requires_grad:
+                    numbers[name] = value.item()
+                elif name in ("self", "result") and _BRANCHES.search(operation):
+                    branches[f"{len(found)}:{operation}"] = fingerprint(value > 0)
+                elif not value.is_floating_point() and not value.is_complex():
+                    branches[f"{len(found)}:{operation}.{name}"] = fingerprint(value)
+        found.append([operation, numbers])
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                nodes.append(before)
+    return found, targets, branches
+
+
 def _summing_error(values: torch.Tensor) -> float:
     """Return by how much a sum of float32 numbers changes with their order, relative to the sum of their sizes."""
     numbers = _flat(values)[:100_000].float().numpy()
@@ -124,6 +179,10 @@ _COLLECTIVE = re.compile(
 """The functions of dualdist, horovod.torch and torch.distributed that are collectives."""
 _SHOWN = ("name", "op", "average", "root_rank", "src", "dst")
 """Their arguments that are recorded, besides tensors."""
+_WRAPPERS = ("dualdist.", "horovod.")
+"""Where optimizers are defined that stand for others."""
+_NO_SETTINGS = ("param_names", "foreach", "fused", "capturable", "differentiable")
+"""Entries of an optimizer's group that are no settings, or change no more than the last digit."""
 
 
 def _while_training(record: Callable[..., None]) -> Callable[..., None]:
@@ -144,7 +203,7 @@ class Recorder:
         self.folder, self.steps, self.rank, self.size = folder, steps, rank, size
         self.record: dict[str, Any] = {"rank": rank, "steps": 0, "values": []}
         """What is written. `values`: see comparison.py."""
-        self.record |= {"early_steps": 0, "early_changes": 0, "summing_error": 0.0}
+        self.record |= {"early_steps": 0, "summing_error": 0.0}
         self.params: dict[int, torch.Tensor] = {}
         """The parameters of optimizers by their ids; `names` has the names of those that a module has."""
         self.names: dict[int, str] = {}
@@ -152,8 +211,19 @@ class Recorder:
         self.depth = self.step_depth = self.forwards = self.backwards = self.collectives = 0
         self.has_begun = self.in_backward = self.has_backward = self.has_ended = False
         self.own: dict[str, Any] = {}
-        self.before: dict[str, Any] = {}
-        """The weights before a step without a backward."""
+        self.weights: dict[int, Any] = {}
+        """The weights after the last step, or before a step without a backward."""
+        self.early: dict[int, Any] = {}
+        """The weights before the first such step that has changed them."""
+        self.root: torch.nn.Module | None = None
+        """The whole model, in its forward."""
+        self.layers: dict[str, str] = {}
+        self.dtypes: dict[int, str] = {}
+        self.narrow: dict[int, str | None] = {}
+        self.states: dict[str, str] = {}
+        """Of random generators, before the first forward since the last backward."""
+        self.reads_saved = True
+        """Not where a script has hooks on saved tensors: they may compute a forward again."""
 
     def add(self, stage: str, values: dict[str, Any], number: int = 0, steps_ago: int = 0) -> None:
         step = self.record["steps"] if self.has_begun else -1
@@ -168,8 +238,11 @@ class Recorder:
                     # Not changed by the hooks that reduce: autograd passes what this process has computed.
                     tensor.register_hook(functools.partial(self.see_gradient, id(tensor)))
 
-    def prints(self, params: Iterable[torch.Tensor]) -> dict[str, Any]:
-        return {self.name(id(param)): fingerprint(param) for param in params}
+    def prints(self, params: Iterable[torch.Tensor]) -> dict[int, Any]:
+        return {id(param): fingerprint(param) for param in params}
+
+    def named(self, values: dict[int, Any]) -> dict[str, Any]:
+        return {self.name(key): value for key, value in values.items()}
 
     def name(self, key: int) -> str:
         return self.names.get(key) or f"parameter {list(self.params).index(key)}"
@@ -187,7 +260,8 @@ class Recorder:
                 taken = short in self.names.values()
                 self.names.setdefault(id(tensor), f"{len(self.roots)}:{short}" if taken else short)
         if self.params and not self.has_begun:
-            self.add(stages.WEIGHTS, self.prints(self.params.values()))
+            self.add(stages.EARLY, self.named(self.early))
+            self.add(stages.WEIGHTS, self.named(self.prints(self.params.values())))
             self.add(stages.BUFFERS, self.buffers())
             self.has_begun = True
 
@@ -206,21 +280,55 @@ class Recorder:
         is_training = self.depth == 1 and torch.is_grad_enabled() and not self.in_backward
         if is_training and next(module.parameters(), None) is not None:  # a loss has none
             self.begin(module)
+            weights = self.prints(self.params.values()) if self.forwards == 0 else {}
+            if any(self.weights.get(key, known) != known for key, known in weights.items()):
+                self.add(stages.OUTSIDE, self.named(weights))
             self.collectives *= self.forwards > 0
-            batch = {path: fingerprint(tensor) for path, tensor in _tensors(arguments)}
-            self.add(stages.BATCH, batch, self.forwards)
-            self.add(stages.RANDOM, _random_states(), self.forwards)
+            batch = dict(_tensors(arguments))
+            prints = {path: fingerprint(tensor) for path, tensor in batch.items()}
+            self.add(stages.BATCH, prints, self.forwards)
+            rows = (_rows(tensor) for tensor in batch.values() if tensor.dim() and 0 < len(tensor) < 10_000)
+            self.add(stages.SAMPLES, {"": next(rows, [])}, self.forwards)
+            self.states = self.states or _random_states()
+            self.root = module
             self.forwards += 1
 
     @_while_training
-    def see_forward_end(self) -> None:
+    def see_forward_end(self, module: torch.nn.Module, output: Any) -> None:
         self.depth = max(0, self.depth - 1)
+        tensors = dict(_tensors(output, ""))
+        self.dtypes.update({id(module): dtype_name(tensor.dtype) for tensor in [*tensors.values()][:1]})
+        if module is self.root and self.depth == 0:
+            layers = {without_wrappers(name): self.layer(made) for name, made in module.named_modules()}
+            if layers != self.layers:
+                self.add(stages.LAYERS, layers, self.forwards - 1)
+            found = {path: fingerprint(tensor) for path, tensor in tensors.items()}
+            self.add(stages.OUTPUT, found, self.forwards - 1)
+            self.root, self.layers = None, layers
+
+    def layer(self, module: torch.nn.Module) -> str:
+        """Return what makes a layer compute what it does, besides its weights."""
+        own = [type(module).__name__ + re.sub(r",? ?inplace=\w+", "", f"({module.extra_repr()})")]
+        own = own if next(module.children(), None) is None else []  # its parts are layers themselves
+        mode = "in training" if module.training else "in evaluation"
+        parameters = module.named_parameters(recurse=False)
+        frozen = [f"with {name} frozen" for name, parameter in parameters if not parameter.requires_grad]
+        return " ".join([*own, mode, self.dtypes.get(id(module), ""), *frozen])
 
     @_while_training
     def see_backward(self, tensors: Any) -> None:
         self.begin(None)
         self.depth, self.own, self.has_backward = 0, {}, True
         first = next(_tensors(tensors), (None, None))[1]
+        if first is not None:
+            operations, targets, branches = _operations(first, self.reads_saved)
+            self.add(stages.OPERATIONS, {"": operations}, self.backwards)
+            self.add(stages.BRANCHES, branches, self.backwards)
+            self.add(stages.TARGETS, targets, self.backwards)
+        after, before = _random_states(), self.states
+        states = {name: [state, state != after.get(name)] for name, state in before.items()}
+        self.add(stages.RANDOM, states, self.backwards)
+        self.states = {}
         loss = first.item() if first is not None and first.numel() == 1 else None
         self.add(stages.LOSS, {"": loss}, self.backwards)
         self.add(stages.OWN, self.own, self.backwards)
@@ -235,34 +343,60 @@ class Recorder:
             self.own[self.name(key)] = fingerprint(gradient)
 
     @_while_training
+    def see_backward_end(self) -> None:
+        grads = {key: param.grad for key, param in self.params.items() if param.grad is not None}
+        self.narrow = {key: _narrow(_flat(grad)) for key, grad in grads.items()}
+
+    @_while_training
     def see_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.step_depth += 1
         # Horovod's `step`, which reduces, calls that of the optimizer's class, which applies the gradients.
         steps = [vars(base)["step"] for base in type(optimizer).__mro__ if "step" in vars(base)]
         if not self.has_backward and self.step_depth == 1:
-            self.before = self.prints(self.params.values())
+            self.weights = self.prints(self.params.values())
         if not self.has_backward or self.step_depth < sum(hasattr(step, "hooked") for step in steps):
             return
-        named = [(id(param), param.grad) for group in optimizer.param_groups for param in group["params"]]
-        reduced = {self.name(key): fingerprint(grad, True) for key, grad in named if grad is not None}
-        self.add(stages.REDUCED, reduced)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        reduced = {id(param): fingerprint(param.grad, True) for param in params if param.grad is not None}
+        for key, known in reduced.items():
+            known[-1] = self.narrow.get(key) or known[-1]  # before clipping, if it was reduced by then
+        self.add(stages.REDUCED, self.named(reduced))
         settings = {
-            f"{name} of group {number}": _plain(value)
+            f"{name} of group {number}": len(value) if name == "params" else _plain(value)
             for number, group in enumerate(optimizer.param_groups)
             for name, value in group.items()
-            if name not in ("params", "param_names")
+            if name not in _NO_SETTINGS
         }
+        bases = [base for base in type(optimizer).__mro__ if not base.__module__.startswith(_WRAPPERS)]
+        settings["class"] = bases[0].__name__
         self.add(stages.SETTINGS, settings)
+        self.add_state(optimizer, params)
+
+    def add_state(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+        """Record the optimizer's state, apart from zeros: no state is as good."""
+        found: dict[str, dict[str, Any]] = {}
+        for param in params:
+            for name, value in optimizer.state.get(param, {}).items():
+                is_print = isinstance(value, torch.Tensor) and (value.dim() > 0 or param.dim() == 0)
+                known = fingerprint(value) if is_print else _plain(value)
+                if value is not None and (known[1] if is_print else known != 0):
+                    found.setdefault(name, {})[f"{name} of {self.name(id(param))}"] = known
+        for number, name in enumerate(sorted(found)):
+            self.add(stages.STATE, found[name], number)
 
     @_while_training
     def see_step_end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.step_depth = max(0, self.step_depth - 1)
         if self.step_depth == 0 and not self.has_backward:
             self.record["early_steps"] += 1
-            self.record["early_changes"] += self.prints(self.params.values()) != self.before
+            if self.prints(self.params.values()) != self.weights:
+                self.early = self.early or self.weights
+            self.weights = {}
         elif self.step_depth == 0:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            self.add(stages.NEW_WEIGHTS, self.prints(params))
+            weights = self.prints(params)
+            self.weights = self.weights | weights
+            self.add(stages.NEW_WEIGHTS, self.named(weights))
             self.add(stages.NEW_BUFFERS, self.buffers())
             self.record["steps"] += 1
             self.forwards = self.backwards = 0
@@ -277,7 +411,6 @@ class Recorder:
         self.has_ended = True
         self.record.update(
             error=error,
-            modules=Counter(type(module).__name__ for root in self.roots for module in root.modules()),
             threads=torch.get_num_threads(),
             torch=torch.__version__,
             device=str(next((tensor.device for tensor in self.params.values()), "none")),
@@ -313,10 +446,12 @@ def _hook(recorder: Recorder, modules: Iterable[Any]) -> None:
     @functools.wraps(call)
     def recorded_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         recorder.see_forward(module, [*args, kwargs])
+        output = None
         try:
-            return call(module, *args, **kwargs)
+            output = call(module, *args, **kwargs)
+            return output
         finally:
-            recorder.see_forward_end()
+            recorder.see_forward_end(module, output)
 
     @functools.wraps(backward)
     def recorded_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -327,6 +462,8 @@ def _hook(recorder: Recorder, modules: Iterable[Any]) -> None:
             backward(tensors, *args, **kwargs)
         finally:
             recorder.in_backward = is_inner
+        if not is_inner:
+            recorder.see_backward_end()
 
     @functools.wraps(add_param_group)
     def recorded_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
@@ -351,6 +488,15 @@ def _hook(recorder: Recorder, modules: Iterable[Any]) -> None:
             if inspect.isfunction(function := getattr(module, name)):
                 setattr(module, name, recorded_collective(function))
 
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    enter = hooks.__enter__
+
+    @functools.wraps(enter)
+    def recorded_enter(used: Any) -> None:
+        recorder.reads_saved = False
+        enter(used)
+
+    hooks.__enter__ = recorded_enter  # type: ignore[method-assign]
     torch.nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
     torch.autograd.backward = recorded_backward
     torch.optim.Optimizer.add_param_group = recorded_group  # type: ignore[method-assign, assignment]

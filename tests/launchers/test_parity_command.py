@@ -62,18 +62,18 @@ def compared(folder: Path, *arguments: str | Path) -> Any:
 @pytest.mark.parametrize(
     ("fault", "step", "rank", "stage", "kind"),
     [
-        ("lr", 0, 0, "settings of the optimizer", "learning-rate"),
-        ("sync-bn", 0, 0, "loss", "sync-batch-norm"),
+        ("lr", 0, 0, "settings of the optimizer", "settings"),
+        ("sync-bn", 0, 0, "output of the model", "layer"),
         ("sampler", 0, 0, "batch", "data-order"),
         ("set-epoch", 3, 0, "batch", "set-epoch"),
-        ("sum", 0, 0, "reduced gradient", "average-or-sum"),
-        ("accumulation", 0, 0, "loss", "accumulation"),
-        ("dropout", FAULTY_STEP, 0, "loss", "random-numbers"),
+        ("sum", 0, 0, "reduced gradient", "reduction"),
+        ("accumulation", 0, 0, "loss", "scale"),
+        ("dropout", FAULTY_STEP, 0, "output of the model", "random-numbers"),
         ("params", -1, 1, "initial weights", "no-broadcast"),
         ("buffers", -1, 1, "initial buffers", "no-broadcast-of-buffers"),
-        ("overflow", FAULTY_STEP, 1, "loss", "overflow"),
-        ("wire", 0, 0, "reduced gradient", "wire-dtype"),
-        ("no-reduction", 0, 0, "reduced gradient", "no-reduction"),
+        ("overflow", FAULTY_STEP, 1, "loss", "operations"),
+        ("wire", 0, 0, "reduced gradient", "reduction"),
+        ("no-reduction", 0, 0, "reduced gradient", "reduction"),
     ],
 )
 def test_a_fault_is_found_where_it_begins_and_named(
@@ -147,7 +147,8 @@ def test_three_ranks_with_a_grad_scaler_skip_the_same_step_and_are_equal(cell: s
     )
     cells = ("--left", f"{TORCHRUN},FAULT=overflow", "--right", f"{cell},FAULT=overflow")
     result = compared(tmp_path, "-np", "3", *cells, SCRIPT, "scaled")
-    assert (result["equal"], result["notes"]) == (True, [])
+    text = "On both sides, losses or gradients are infinite or NaN"
+    assert (result["equal"], result["notes"]) == (True, [f"{text} (first in step {FAULTY_STEP})."])
     assert len(result["losses"]) == parity_script.EPOCHS * 3 - 1
 
 

@@ -4,43 +4,70 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dualdist.cli import main
 from dualdist.errors import ConfigurationError
 from dualdist.parity.command import parse_cell
 from dualdist.parity.comparison import (
     _CAUSES,
     BATCH,
+    BRANCHES,
     BUFFERS,
     COLLECTIVE,
+    EARLY,
+    LAYERS,
     LOSS,
     NEW_BUFFERS,
     NEW_WEIGHTS,
+    OPERATIONS,
+    OUTPUT,
+    OUTSIDE,
     OWN,
     RANDOM,
     REDUCED,
+    SAMPLES,
     SETTINGS,
+    STATE,
+    TARGETS,
     WEIGHTS,
     compare,
     difference,
 )
-from dualdist.parity.recorder import fingerprint
+from dualdist.parity.recorder import _operations, fingerprint
 
 STEPS, PASSES = 4, 2
 Record = dict[str, Any]
 Fault = Callable[[Record], None]
 
 
+def numbers(seed: int) -> torch.Tensor:
+    return torch.randn(40, generator=torch.Generator().manual_seed(seed))
+
+
 @functools.cache
-def values(seed: int, scale: float = 1.0) -> list[Any]:
+def values(seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> list[Any]:
     """Return the fingerprint of a tensor."""
-    tensor = torch.randn(40, generator=torch.Generator().manual_seed(seed))
-    return fingerprint(tensor * scale, True)
+    return fingerprint((numbers(seed) * scale).to(dtype), True)
+
+
+def own(step: int, number: int, rank: int) -> torch.Tensor:
+    """Return the gradient of a pass on a rank."""
+    return numbers(1005 + 100 * step + 10 * number + rank)
+
+
+def reduced(step: int, factors: Sequence[float] = (1, 1), kept: float = 0.0) -> list[Any]:
+    """Return the gradient that ranks apply: the mean with a factor for each rank, and a part of the step before."""
+    parts = [own(step, number, rank) * factors[rank] for number in range(PASSES) for rank in range(2)]
+    parts += [own(step - 1, number, rank) * kept for number in range(PASSES) for rank in range(2)]
+    return fingerprint(sum(parts) / 2, True)  # type: ignore[arg-type]
 
 
 def record(size: int = 2) -> Record:
@@ -50,27 +77,29 @@ def record(size: int = 2) -> Record:
         entries: list[Any] = [[-1, WEIGHTS, 0, {"w": values(1)}], [-1, BUFFERS, 0, {"b": values(2)}]]
         for step in range(STEPS):
             for number in range(PASSES):
-                own = 1000 + 100 * step + 10 * number + rank
+                key = 1000 + 100 * step + 10 * number + rank
                 entries += [
-                    [step, BATCH, number, {"input.0": values(own)}],
-                    [step, RANDOM, number, {"torch": f"{own}", "python": f"{own}"}],
-                    [step, LOSS, number, {"": 1.0 + own}],
-                    [step, OWN, number, {"w": values(own + 5)}],
+                    [step, BATCH, number, {"input.0": values(key)}],
+                    # Two steps an epoch, each epoch in another order.
+                    [step, SAMPLES, number, {"": [f"{key % 200}{name}" for name in ("ab", "ba")[step // 2]]}],
+                    [step, LAYERS, number, {"": "in training", "norm": "BatchNorm(momentum=0.1)"}],
+                    [step, OUTPUT, number, {"": values(key + 7)}],
+                    [step, OPERATIONS, number, {"": [["Div", {"other": 2.0}], ["Mean", {}], ["Relu", {}]]}],
+                    [step, BRANCHES, number, {"2:Relu": fingerprint(numbers(key) > 0)}],
+                    [step, TARGETS, number, {"Nll": values(key + 8)}],
+                    [step, RANDOM, number, {"torch": [f"{key}", True], "python": [f"{key}", False]}],
+                    [step, LOSS, number, {"": 1.0 + key}],
+                    [step, OWN, number, {"w": fingerprint(own(step, number, rank))}],
                 ]
             entries += [
-                [step, REDUCED, 0, {"w": values(2000 + step)}],
-                [step, SETTINGS, 0, {"lr of group 0": 0.1, "betas of group 0": "(0.9, 0.999)"}],
+                [step, REDUCED, 0, {"w": reduced(step)}],
+                [step, SETTINGS, 0, {"betas of group 0": "(0.9, 0.999)", "lr of group 0": 0.1}],
+                [step, STATE, 0, {"momentum of w": values(5000 + step)}],
                 [step, NEW_WEIGHTS, 0, {"w": values(3000 + step)}],
                 [step, NEW_BUFFERS, 0, {"b": values(4000 + step)}],
             ]
-        head = {
-            "early_steps": 0,
-            "early_changes": 0,
-            "summing_error": 1e-7,
-            "modules": {"Linear": 2, "BatchNorm1d": 1},
-        }
-        head |= {"threads": 1, "torch": "2.15", "python": "3.11", "device": "cpu", "rank": rank}
-        ranks.append(head | {"values": entries, "steps": STEPS})
+        head = {"early_steps": 0, "summing_error": 1e-7, "threads": 1, "torch": "2.15", "device": "cpu"}
+        ranks.append(head | {"rank": rank, "values": entries, "steps": STEPS})
     return {"cell": "cell", "steps": 100, "seconds": 1.0, "ranks": ranks}
 
 
@@ -78,12 +107,7 @@ def put(changed: Record, step: int, stage: str, value: Any, rank: int | None = N
     """Replace the only value of an entry, on one rank or on all."""
     for made in changed["ranks"] if rank is None else changed["ranks"][rank : rank + 1]:
         entry = next(entry for entry in made["values"] if entry[:3] == [step, stage, number])
-        entry[3] = {name: value for name in entry[3]}
-
-
-def narrow(seed: int) -> list[Any]:
-    tensor = torch.randn(40, generator=torch.Generator().manual_seed(seed))
-    return fingerprint(tensor.half().float(), True)
+        entry[3] |= {list(entry[3])[-1]: value}
 
 
 def set_all(changed: Record, **values: Any) -> None:
@@ -106,14 +130,67 @@ def putting(step: int, stage: str, value: Any, rank: int | None = None, **heads:
     return plant
 
 
+def all_of(*faults: Fault) -> Fault:
+    def plant(changed: Record) -> None:
+        for fault in faults:
+            fault(changed)
+
+    return plant
+
+
+def every(stage: str, value: Callable[[int, int, int], Any], first: int = 0) -> Fault:
+    """Return what replaces the last value of each entry of a stage, from step `first` on: value(step, number, rank)."""
+
+    def plant(changed: Record) -> None:
+        for rank, made in enumerate(changed["ranks"]):
+            for step, entry_stage, number, entry in made["values"]:
+                if entry_stage == stage and step >= first:
+                    entry[list(entry)[-1]] = value(step, number, rank)
+
+    return plant
+
+
+def adding(step: int, stage: str, value: Any) -> Fault:
+    def plant(changed: Record) -> None:
+        for rank in changed["ranks"]:
+            rank["values"].append([step, stage, 0, {"w": value}])
+
+    return plant
+
+
 def fewer(step: int, first: int) -> Fault:
     """Return what drops the entries of a step from its pass `first` on."""
     return lambda made: drop(made, lambda entry: entry[0] == step and entry[2] >= first)
 
 
-def half_accumulated(changed: Record) -> None:
-    fewer(3, 1)(changed)
-    put(changed, 3, REDUCED, values(2003, 0.5))
+def scaled(factor: float) -> Fault:
+    """Return what multiplies all losses, and with them the gradients."""
+    losses = every(LOSS, lambda step, number, rank: factor * (1001 + 100 * step + 10 * number + rank))
+    grads = every(OWN, lambda step, number, rank: fingerprint(own(step, number, rank) * factor))
+    return all_of(losses, grads, every(REDUCED, lambda step, *_: reduced(step, (factor, factor))))
+
+
+def factors(*given: float, first: int = 0) -> Fault:
+    return every(REDUCED, lambda step, *_: reduced(step, given), first)
+
+
+def clipped(step: int, *_: int) -> list[Any]:
+    """Return the reduced gradient, clipped to the norm 2."""
+    norm = reduced(step)[1]
+    return reduced(step, (2 / norm, 2 / norm))
+
+
+def without_zero_grad(step: int, *_: int) -> list[Any]:
+    return reduced(step, kept=float(step == 1))
+
+
+def other_generators(changed: Record) -> None:
+    """No generator of Python is seeded, and that of torch, which the forward uses, differs from step 2 on."""
+    for step, stage, _, states in changed["ranks"][1]["values"]:
+        if stage == RANDOM:
+            states["python"] = ["not used, and different everywhere", False]
+            states["torch"] = ["different", True] if step >= 2 else states["torch"]
+    put(changed, 2, OUTPUT, values(6), 1)
 
 
 def betas(changed: Record) -> None:
@@ -123,17 +200,19 @@ def betas(changed: Record) -> None:
                 settings["betas of group 0"] = "(0.9, 0.99)"
 
 
-def dropout(changed: Record) -> None:
-    for step, stage, _, states in changed["ranks"][1]["values"]:
-        if stage == RANDOM:
-            states["python"] = "not used, and different everywhere"
-            states["torch"] = "different" if step >= 2 else states["torch"]
-    put(changed, 2, LOSS, 7.0, 1)
+def reads(step: int, batch: int, samples: int) -> Fault:
+    """Return what lets each rank read another batch in a step, with samples that it has read as another batch."""
+
+    def plant(changed: Record) -> None:
+        for rank in range(2):
+            put(changed, step, BATCH, values(batch + rank), rank)
+            put(changed, step, SAMPLES, [f"{samples + rank}a", f"{samples + rank}b"], rank)
+
+    return plant
 
 
-def repeated_epoch(changed: Record) -> None:
-    for rank in range(2):
-        put(changed, 2, BATCH, values(1000 + rank), rank)
+def own_sum(step: int, rank: int) -> torch.Tensor:
+    return own(step, 0, rank) + own(step, 1, rank)
 
 
 def overflow(changed: Record) -> None:
@@ -141,32 +220,104 @@ def overflow(changed: Record) -> None:
     put(changed, 2, REDUCED, values(5, math.inf))
 
 
-W9, SYNC = values(9), {"Linear": 2, "SyncBatchNorm": 1}
+W9, MEAN = values(9), (own_sum(1, 0) + own_sum(1, 1)) / 2
 FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
-    "learning rate": (putting(0, SETTINGS, 0.2), 0, 0, SETTINGS, "learning-rate"),
+    "learning rate": (every(SETTINGS, lambda *_: 0.2), 0, 0, SETTINGS, "settings: number of processes"),
     "betas": (betas, 2, 0, SETTINGS, "settings"),
-    "early step": (putting(-1, WEIGHTS, W9, early_steps=1, early_changes=1), -1, 0, WEIGHTS, "early-step"),
-    "early state": (putting(0, NEW_WEIGHTS, W9, early_steps=1), 0, 0, NEW_WEIGHTS, "early-step"),
-    # Also of Adam, of which a step with gradients of zero changes the state alone.
+    "early step": (
+        all_of(putting(-1, WEIGHTS, values(1, 1 - 1e-7), early_steps=1), adding(-1, EARLY, values(1))),
+        *(-1, 0, WEIGHTS, "early-step"),
+    ),
+    "early step and seed": (
+        all_of(putting(-1, WEIGHTS, W9, early_steps=1), adding(-1, EARLY, values(8))),
+        *(-1, 0, WEIGHTS, "several"),
+    ),
+    # As of Adam, of which a step with gradients of zero changes the state alone.
+    "early state": (putting(0, STATE, W9, early_steps=1), 0, 0, STATE, "early-step"),
     "seed of the model": (putting(-1, WEIGHTS, W9, early_steps=1), -1, 0, WEIGHTS, "initial-values"),
-    "SyncBatchNorm": (putting(0, LOSS, 7.0, 0, modules=SYNC), 0, 0, LOSS, "sync-batch-norm"),
-    "seed of the sampler": (putting(0, BATCH, W9, 1), 0, 1, BATCH, "data-order"),
-    "set_epoch": (repeated_epoch, 2, 0, BATCH, "set-epoch"),
-    "no sampler": (putting(0, BATCH, values(1000)), 0, 1, BATCH, "no-sampler"),
-    "sum": (putting(1, REDUCED, values(2001, 2.0)), 1, 0, REDUCED, "average-or-sum"),
-    "accumulation": (putting(0, LOSS, 2.0 * 1001, 0), 0, 0, LOSS, "accumulation"),
-    "dropout": (dropout, 2, 1, LOSS, "random-numbers"),
+    "shape": (putting(-1, WEIGHTS, fingerprint(torch.ones(3))), -1, 0, WEIGHTS, "parameters"),
     "parameters": (putting(-1, WEIGHTS, W9, 1), -1, 1, WEIGHTS, "no-broadcast"),
-    "seed": (putting(-1, WEIGHTS, W9), -1, 0, WEIGHTS, "initial-values"),
-    "buffers": (putting(3, NEW_BUFFERS, W9, 1), 3, 1, NEW_BUFFERS, "no-broadcast-of-buffers"),
+    "SyncBatchNorm": (
+        all_of(every(LAYERS, lambda *_: "SyncBatchNorm() in training"), putting(0, OUTPUT, W9, 0)),
+        *(0, 0, OUTPUT, "layer: SyncBatchNorm"),
+    ),
+    "momentum of BatchNorm": (
+        all_of(every(LAYERS, lambda *_: "BatchNorm(momentum=0.2) in training"), putting(0, NEW_BUFFERS, W9)),
+        *(0, 0, NEW_BUFFERS, "layer"),
+    ),
+    "dropout": (other_generators, 2, 1, OUTPUT, "random-numbers"),
+    "seed of the sampler": (
+        all_of(reads(0, 17, 100), putting(0, SAMPLES, ["100a", "110b"])),
+        *(0, 0, BATCH, "data-order"),
+    ),
+    "augmentation": (all_of(reads(0, 17, 0), every(SAMPLES, lambda *_: ["x"])), 0, 0, BATCH, "other-data"),
+    "other ranks": (putting(0, BATCH, W9, 1), 0, 1, BATCH, "division"),
+    "set_epoch": (reads(2, 1000, 100), 2, 0, BATCH, "set-epoch"),
+    "drop_last": (reads(1, 17, 0), 1, 0, BATCH, "epoch-end"),
+    "batch size": (putting(0, BATCH, fingerprint(torch.ones(20))), 0, 0, BATCH, "batch-size"),
+    "no sampler": (putting(0, BATCH, values(1000)), 0, 1, BATCH, "no-sampler"),
+    "NaN in a batch": (putting(2, BATCH, values(5, math.nan), 1), 2, 1, BATCH, "overflow"),
+    "targets": (putting(1, TARGETS, W9), 1, 0, TARGETS, "targets"),
+    "loss": (
+        all_of(every(OPERATIONS, lambda *_: [["Mse", {}], ["Relu", {}]]), putting(0, LOSS, 7.0)),
+        *(0, 0, LOSS, "operations"),
+    ),
+    "temperature": (
+        all_of(every(OPERATIONS, lambda *_: [["Div", {"other": 3.0}], ["Relu", {}]]), putting(0, LOSS, 7.0)),
+        *(0, 0, LOSS, "operation"),
+    ),
+    "accumulation": (scaled(2.0), 0, 0, LOSS, "scale: number of passes"),
+    "GradScaler": (scaled(1024.0), 0, 0, LOSS, "scale"),
     "overflow": (overflow, 2, 1, OWN, "overflow"),
-    "wire": (putting(1, REDUCED, narrow(2001)), 1, 0, REDUCED, "wire-dtype"),
-    "no reduction": (putting(1, REDUCED, W9, 1), 1, 1, REDUCED, "no-reduction"),
-    "clipping": (putting(1, REDUCED, values(2001, 0.7)), 1, 0, REDUCED, "scale"),
+    "sum": (factors(2, 2), 0, 0, REDUCED, "reduction: their sum in each step"),
+    "prescale": (factors(0.5, 0.5), 0, 0, REDUCED, "reduction: 0.5 times their mean in each step"),
+    "clipping": (every(REDUCED, clipped), 0, 0, REDUCED, "reduction: clipped to the norm 2"),
+    "clipping before the reduction": (factors(0.3, 0.8), 0, 0, REDUCED, "reduction: the factors 0.3, 0.8"),
+    "a rank left out": (factors(2, 0, first=1), 1, 0, REDUCED, "reduction: the factors 2, 0"),
+    "no zero_grad": (
+        every(REDUCED, without_zero_grad),
+        1,
+        0,
+        REDUCED,
+        "reduction: and 1 times those of the step before",
+    ),
+    "wire": (
+        putting(1, REDUCED, fingerprint(MEAN.half().float(), True)),
+        1,
+        0,
+        REDUCED,
+        "reduction: rounded to float16",
+    ),
+    "clipped values": (
+        putting(1, REDUCED, fingerprint(MEAN.clamp(-1, 1), True)),
+        1,
+        0,
+        REDUCED,
+        "reduction: no sum of multiples",
+    ),
+    "no reduction": (
+        all_of(putting(1, REDUCED, fingerprint(own_sum(1, 1), True), 1), putting(1, NEW_WEIGHTS, W9, 1)),
+        *(1, 1, REDUCED, "reduction: own of w: they are not reduced"),
+    ),
+    "Adasum": (
+        putting(1, REDUCED, fingerprint(own_sum(1, 1), True), 1),
+        *(1, 1, REDUCED, "reduction: own of w: its step is reduced"),
+    ),
     "fewer steps": (fewer(3, 0), 3, 0, BATCH, "number-of-steps"),
     "fewer passes": (fewer(3, 1), 3, 0, BATCH, "number-of-passes"),
-    "fewer passes and half the gradient": (half_accumulated, 3, 0, BATCH, "number-of-passes"),
-    "momentum": (putting(1, NEW_WEIGHTS, W9), 1, 0, NEW_WEIGHTS, "optimizer-state"),
+    "momentum": (putting(1, STATE, W9), 1, 0, STATE, "optimizer-state"),
+    "average of weights": (adding(2, OUTSIDE, W9), 2, 0, OUTSIDE, "outside"),
+    "buffers": (putting(3, NEW_BUFFERS, W9, 1), 3, 1, NEW_BUFFERS, "no-broadcast-of-buffers"),
+    # What was recorded does not show these.
+    "forward": (putting(1, OUTPUT, W9), 1, 0, OUTPUT, "unknown"),
+    "one loss": (putting(1, LOSS, 2202.0), 1, 0, LOSS, "unknown"),
+    "backward": (putting(1, OWN, W9), 1, 0, OWN, "unknown"),
+    "scaled once": (factors(0.5, 0.5, first=3), 3, 0, REDUCED, "reduction: 0.5 times their mean on"),
+    "step": (putting(1, NEW_WEIGHTS, W9), 1, 0, NEW_WEIGHTS, "unknown"),
+    "a layer of another class without an effect": (
+        all_of(every(LAYERS, lambda *_: "Norm() in training"), putting(2, OUTPUT, W9)),
+        *(2, 0, OUTPUT, "unknown"),
+    ),
 }
 
 
@@ -179,9 +330,26 @@ def test_one_fault_is_found_where_it_begins_and_named(name: str, is_left: bool) 
     result = compare(*((faulty, clean) if is_left else (clean, faulty)), 1e-4)
     assert result.first is not None and result.cause is not None
     assert (result.first.step, result.first.rank, result.first.stage) == (step, rank, stage)
-    assert result.cause.kind == kind
+    kind, _, words = kind.partition(": ")
+    assert result.cause.kind == kind and words in result.cause.text, result.cause.text
+    # In both directions, the faulty side is the one that is named, except where the other side is.
     if "{side}" in _CAUSES.partition(f"\n{kind}: ")[2].partition("\n")[0]:
         assert ("left" if is_left else "right") in result.cause.text
+
+
+def test_the_text_for_an_unknown_cause_says_what_is_excluded() -> None:
+    other = record()
+    put(other, 1, OUTPUT, W9)
+    cause = compare(record(), other, 1e-4).cause
+    assert cause is not None and "initial weights, batch, layers, operations, random generators" in cause.text
+
+
+def test_a_rate_that_differs_later_is_not_said_to_be_scaled_by_the_number_of_processes() -> None:
+    for first, is_said in ((0, True), (1, False)):
+        other = record()
+        every(SETTINGS, lambda *_: 0.2, first)(other)
+        cause = compare(record(), other, 1e-4).cause
+        assert cause is not None and ("number of processes" in cause.text) == is_said
 
 
 def test_equal_records_are_equal() -> None:
@@ -190,42 +358,137 @@ def test_equal_records_are_equal() -> None:
     assert result.losses == [[1006.5 + 100 * step] * 2 for step in range(STEPS)]
 
 
-def test_a_difference_below_the_tolerance_is_not_one() -> None:
+def near(value: torch.Tensor, size: float) -> list[Any]:
+    """Return the fingerprint of a tensor that differs by a part of another one, which is no multiple of it."""
+    return fingerprint(value + size * numbers(99), True)
+
+
+def test_rounding_is_no_difference_and_is_named_where_it_passes_the_tolerance() -> None:
     other = record()
-    put(other, 1, REDUCED, values(2001, 1 + 1e-6))
+    put(other, 1, OWN, near(own(1, 0, 0), 2e-7), 0)
+    put(other, 1, NEW_WEIGHTS, near(numbers(3001), 2e-7), 0)
     set_all(other, threads=8)
     result = compare(record(), other, 1e-4)
     assert result.first is None and result.cause is None
-    assert result.least is not None and (result.least.step, result.least.stage) == (1, REDUCED)
-    assert 1e-7 < result.largest < 1e-5
+    assert result.least is not None and (result.least.step, result.least.stage) == (1, OWN)
+    assert 1e-7 < result.largest < 1e-6
     assert "threads 1 and right 8" in result.notes[0]
-
-
-def test_rounding_that_grows_beyond_the_tolerance_is_called_rounding() -> None:
-    other = record()
-    for step, size in enumerate((1e-6, 1e-5, 5e-5, 3e-4)):
-        put(other, step, NEW_WEIGHTS, values(3000 + step, 1 + size))
+    put(other, 2, OUTPUT, near(numbers(1207), 5e-6), 0)
+    put(other, 3, OUTPUT, near(numbers(1307), 1.3e-4), 0)
     result = compare(record(), other, 1e-4)
-    assert result.first is not None and result.first.step == 3
+    assert result.first is None and result.largest > 1e-4
     assert result.cause is not None and result.cause.kind == "rounding"
 
 
-def noisy(seed: int, size: float) -> list[Any]:
-    """Return the fingerprint of `values(seed)` with a part of another tensor, which is no multiple of it."""
-    tensors = [torch.randn(40, generator=torch.Generator().manual_seed(each)) for each in (seed, 99)]
-    return fingerprint(tensors[0] + size * tensors[1], True)
+@pytest.mark.parametrize("stage", [WEIGHTS, BUFFERS, BATCH, SETTINGS])
+def test_a_difference_where_nothing_is_summed_is_no_rounding(stage: str) -> None:
+    left, right = record(), record()
+    for made, factor in ((left, 1.0), (right, 1 + 1e-7)):
+        step = -1 if stage in (WEIGHTS, BUFFERS) else 1
+        put(made, step, stage, 0.1 * factor if stage == SETTINGS else values(1, factor))
+    result = compare(left, right, 1e-4)
+    assert result.first is not None and result.first.stage == stage
 
 
-def test_a_gradient_that_jumps_while_the_loss_is_equal_is_called_rounding_only_after_rounding() -> None:
+def test_releases_of_torch_may_show_other_arguments_and_settings() -> None:
+    other = record()
+    every(LAYERS, lambda *_: "BatchNorm(momentum=0.1, bias=True)")(other)
+    for rank in other["ranks"]:
+        for entry in rank["values"]:
+            if entry[1] == SETTINGS:
+                entry[3]["new of group 0"] = False
+    put(other, 0, OUTPUT, near(numbers(1007), 2e-7), 0)
+    assert compare(record(), other, 1e-4).first is not None
+    set_all(other, torch="2.16")
+    assert compare(record(), other, 1e-4).first is None
+
+
+def test_a_jump_that_no_rounding_explains_is_a_difference() -> None:
+    for step, size in ((1, 1e-4), (2, 1e-2)):  # at once, and much more than before
+        other = record()
+        put(other, 1, OUTPUT, near(numbers(1107), 2e-7), 0)
+        put(other, step, OUTPUT, near(numbers(1007 + 100 * step), size), 0)
+        first = compare(record(), other, 1e-4).first
+        assert first is not None and first.step == step
+
+
+def test_a_gradient_that_jumps_is_rounding_only_where_a_branch_has_changed() -> None:
     """As where an activation changes its sign."""
     other = record()
-    put(other, 2, OWN, noisy(1205, 1e-3), 0)
+    put(other, 1, OUTPUT, near(numbers(1107), 2e-7), 0)
+    put(other, 1, OWN, near(own(1, 0, 0), 1e-2), 0)
+    cause = compare(record(), other, 1e-4).cause
+    assert cause is not None and cause.kind == "unknown"
+    signs = numbers(1100) > 0
+    signs[3] ^= True
+    put(other, 1, BRANCHES, fingerprint(signs), 0)
     result = compare(record(), other, 1e-4)
-    assert result.cause is not None and result.cause.kind == "unknown"
-    put(other, 0, NEW_WEIGHTS, noisy(3000, 1e-7))
-    result = compare(record(), other, 1e-4)
-    assert result.first is not None and (result.first.step, result.first.stage) == (2, OWN)
-    assert result.cause is not None and result.cause.kind == "rounding-jump"
+    assert result.first is None and result.cause is not None and result.cause.kind == "rounding-jump"
+
+
+def test_weights_whose_gradients_are_rounding_stay_out() -> None:
+    """As Adam moves the bias before a batch norm."""
+    left, right = record(), record()
+    for made, seed in ((left, 1), (right, 2)):
+        for rank in made["ranks"]:
+            for _, stage, _, entry in rank["values"]:
+                if stage in (OWN, REDUCED):
+                    entry["bias"] = values(seed, 1e-9)
+                if stage in (WEIGHTS, NEW_WEIGHTS):
+                    entry["bias"] = values(seed if stage == NEW_WEIGHTS else 3)
+    result = compare(left, right, 1e-4)
+    assert (result.first, result.cause) == (None, None) and result.least is not None
+    assert result.largest < 1e-6 and max(result.sizes) == 0.0
+
+
+def test_what_is_wrong_on_both_sides_is_a_note() -> None:
+    left, right = record(), record()
+    for made in (left, right):
+        put(made, 2, LOSS, math.nan)
+        put(made, -1, WEIGHTS, W9, 1)
+    result = compare(left, right, 1e-4)
+    assert result.least is None
+    assert result.notes == [
+        "On both sides, losses or gradients are infinite or NaN (first in step 2).",
+        "On both sides, the ranks begin with different weights (first in step 0).",
+    ]
+
+
+def resumed(step: int) -> Record:
+    """Return the record of a run that resumes before a step."""
+    found = record()
+    for rank in found["ranks"]:
+        kept = [entry for entry in rank["values"] if entry[0] >= step]
+        initial = [[-1, WEIGHTS, 0, {"w": values(2999 + step)}], [-1, BUFFERS, 0, {"b": values(3999 + step)}]]
+        rank["values"] = [*initial, *([entry[0] - step, *entry[1:]] for entry in kept)]
+    return found
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_resumed_run_is_compared_from_its_first_step_on(is_left: bool) -> None:
+    other = resumed(2)
+    pair = (other, record()) if is_left else (record(), other)
+    result = compare(*pair, 0.0)
+    assert (result.begin, result.first, result.least) == (2, None, None)
+    assert result.losses == [[1206.5] * 2, [1306.5] * 2]
+    drop(other, lambda entry: entry[:2] == [0, STATE])
+    result = compare(*pair, 0.0)
+    assert result.first is not None and (result.first.step, result.first.stage) == (2, STATE)
+    assert result.cause is not None and result.cause.kind == "optimizer-state"
+    other = resumed(2)
+    for rank in range(2):
+        put(other, 0, BATCH, values(1000 + rank), rank)
+        put(other, 0, SAMPLES, [f"{rank}a", f"{rank}b"], rank)
+    cause = compare(*((other, record()) if is_left else (record(), other)), 0.0).cause
+    assert cause is not None and cause.kind == "sampler-state"
+
+
+def test_the_step_with_which_a_run_resumes_can_be_given() -> None:
+    other = resumed(2)
+    put(other, -1, WEIGHTS, W9)
+    result = compare(record(), other, 0.0, 2)
+    assert result.first is not None and (result.first.step, result.first.stage) == (1, WEIGHTS)
+    assert result.losses == [[1206.5] * 2, [1306.5] * 2]
 
 
 def test_other_collectives_are_a_note() -> None:
@@ -244,17 +507,10 @@ def test_other_collectives_are_a_note() -> None:
     ]
 
 
-def test_a_jump_after_rounding_is_not_called_rounding() -> None:
-    other = record()
-    put(other, 0, NEW_WEIGHTS, values(3000, 1 + 1e-7))
-    put(other, 1, REDUCED, values(2001, 2.0))
-    result = compare(record(), other, 1e-4)
-    assert result.cause is not None and result.cause.kind == "average-or-sum"
-
-
 def test_other_numbers_of_processes_compare_what_stays_comparable() -> None:
     one = record(1)
     for step in range(STEPS):
+        put(one, step, REDUCED, reduced(step))
         for number in range(PASSES):
             put(one, step, LOSS, 1001.5 + 100 * step + 10 * number, number=number)
             put(one, step, BATCH, values(9), number=number)
@@ -298,8 +554,49 @@ def test_a_fingerprint_sees_dtype_shape_and_what_is_not_finite() -> None:
     assert difference(fingerprint(ones), fingerprint(ones / 0)) == math.inf
     assert difference(fingerprint(ones / 0), fingerprint(ones / 0)) == 0.0
     assert fingerprint(torch.empty(0))[1] == 0.0
+    assert fingerprint(torch.tensor(2.0).expand(1)) == fingerprint(torch.tensor([2.0]))
     assert fingerprint(torch.tensor([0.1]), True)[4] is None
     assert fingerprint(torch.tensor([0.5]), True)[4] == "bfloat16"
+
+
+def test_operations_have_their_numbers_targets_and_branches() -> None:
+    target = torch.zeros(2)
+    loss = torch.nn.functional.mse_loss(torch.tensor([1.0, -2.0], requires_grad=True).relu() / 4, target)
+    operations, targets, branches = _operations(loss, True)
+    assert [name for name, _ in operations[:3]] == ["MseLoss", "Div", "Relu"]
+    assert operations[1][1]["other"] == 4.0
+    assert targets == {"MseLoss": fingerprint(target)}
+    assert branches == {"2:Relu": fingerprint(torch.tensor([True, False]))}
+    assert _operations(loss, False)[1:] == ({}, {})  # as in a checkpoint, whose forward would run again
+
+
+@pytest.mark.parametrize(
+    ("size", "tolerance", "code", "words"),
+    [
+        (0.0, "0", 0, "4 steps are equal bit for bit"),
+        (2e-7, "1e-4", 0, "equal: 4 steps differ by "),
+        (2e-7, "1e-8", 3, "only rounding: 4 steps differ by "),
+        (2e-7, "inf", 0, "equal: 4 steps differ by "),
+        (1e-2, "inf", 1, "different: step 1, rank 0, own gradient of w"),
+    ],
+)
+def test_the_exit_code_tells_rounding_from_a_difference(
+    size: float,
+    tolerance: str,
+    code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other, file = record(), tmp_path / "record.json"
+    put(other, 1, OWN, near(own(1, 0, 0), size), 0)
+    file.write_text(json.dumps(record() | {"warnings": ["UserWarning: of the script"]}))
+    monkeypatch.setattr("dualdist.parity.command.run_cell", lambda *_, **__: other)
+    arguments = ["--against", str(file), "--right", "torch+gloo@run", "--tolerance", tolerance, __file__]
+    assert main(["parity", *arguments]) == code
+    shown = capsys.readouterr().out
+    assert words in shown and "warning of the left: UserWarning: of the script" in shown
 
 
 @pytest.mark.parametrize(
