@@ -219,7 +219,7 @@ class _Pair:
         for left, right in zip(*self.sides, strict=False):
             for key in [key for key in left if key[:2] == (found.step, BRANCHES) and key in right]:
                 for name, value in left[key].items():
-                    count = math.prod(map(int, value[3].partition("[")[2][:-1].split(",")))
+                    count = math.prod(map(int, re.findall(r"\d+", value[3].partition("[")[2])))
                     total += count
                     changed += min(count, math.dist(value[2], right[key].get(name, value)[2]) ** 2)
         jumps = found.stage in (OWN, REDUCED) and found.size**2 <= min(0.1, 100 * changed / max(total, 1))

@@ -145,7 +145,9 @@ def _operations(loss: torch.Tensor, reads_tensors: bool) -> tuple[list[Any], dic
                 value = getattr(node, f"_saved_{name}")
                 if isinstance(value, bool | int | float):
                     numbers |= {name: value} if value < 2**63 else {}  # which stands for a negative number
-                elif not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+                elif (
+                    not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_complex()
+                ):
                     continue
                 elif name == "target":
                     targets[operation] = fingerprint(value)
@@ -153,7 +155,7 @@ def _operations(loss: torch.Tensor, reads_tensors: bool) -> tuple[list[Any], dic
                     numbers[name] = value.item()
                 elif name in ("self", "result") and _BRANCHES.search(operation):
                     branches[f"{len(found)}:{operation}"] = fingerprint(value > 0)
-                elif not value.is_floating_point() and not value.is_complex():
+                elif not value.is_floating_point():
                     branches[f"{len(found)}:{operation}.{name}"] = fingerprint(value)
         found.append([operation, numbers])
         for before, _ in node.next_functions:

@@ -567,6 +567,10 @@ def test_operations_have_their_numbers_targets_and_branches() -> None:
     assert operations[1][1]["other"] == 4.0
     assert targets == {"MseLoss": fingerprint(target)}
     assert branches == {"2:Relu": fingerprint(torch.tensor([True, False]))}
+    number = torch.tensor(1.0, requires_grad=True)
+    operations, _, branches = _operations((number.relu() * 2j).abs(), True)
+    assert [name for name, _ in operations[:3]] == ["Abs", "Mul", "Relu"] and json.dumps(operations)
+    assert branches == {"2:Relu": fingerprint(torch.tensor(True))}
     assert _operations(loss, False)[1:] == ({}, {})  # as in a checkpoint, whose forward would run again
 
 
