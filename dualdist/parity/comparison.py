@@ -37,7 +37,8 @@ EARLY, SAMPLES, LAYERS, RANDOM = "weights before an early step", "samples", "lay
 OPERATIONS, BRANCHES, COLLECTIVE = "operations", "branches", "collective"
 """These are no results, but show why results differ. EARLY: before a step without a backward. LAYERS: recorded when
 they change. RANDOM: of each generator its state, and whether the forward has changed it. OPERATIONS: the name and
-numbers of each, from the loss back. BRANCHES: signs and indices on which gradients depend."""
+numbers of each, from the loss back, with one without a name before those of the model. BRANCHES: signs and indices on
+which gradients depend."""
 
 WIDTH = 16
 """Numbers in a sketch."""
@@ -324,7 +325,7 @@ class _Pair:
             yield _because("random-numbers", names=" and ".join(names))
 
     def of_operations(self, found: Difference) -> Iterator[Cause]:
-        left, right = (list(values.get("", ())) for values in self.at(found, OPERATIONS))
+        left, right = (_part(values.get("", ()), found.stage) for values in self.at(found, OPERATIONS))
         for end in (0, -1):
             while left and right and _same_operation(left[end], right[end]):
                 del left[end], right[end]
@@ -678,6 +679,15 @@ def _is_factor(ratio: float, *numbers: int) -> bool:
     """Whether `ratio` is one of the numbers above 1 or its inverse, as far as rounding allows."""
     factors = [factor for number in numbers if number > 1 for factor in (number, 1 / number)]
     return any(math.isclose(ratio, factor, rel_tol=1e-4) for factor in factors)
+
+
+def _part(operations: Sequence[Any], stage: str) -> list[Any]:
+    """Return the operations of the model, those of the loss, or all of a gradient."""
+    names = [name for name, _ in operations]
+    place = names.index("") if "" in names else len(names) * (stage == LOSS)
+    return list(
+        operations[place:] if stage == OUTPUT else operations[:place] if stage == LOSS else operations
+    )
 
 
 def _same_operation(left: Any, right: Any) -> bool:

@@ -125,16 +125,31 @@ def _saved(kind: type) -> list[tuple[str, bool]]:
     return [(name, hasattr(kind, f"_raw_saved_{name}")) for name in names]
 
 
-def _operations(loss: torch.Tensor, reads_tensors: bool) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+def _nodes(starts: Sequence[Any], ends: Iterable[Any]) -> Iterator[Any]:
+    """Yield the operations of a graph of autograd from `starts` back to `ends`, which are not part of it."""
+    seen = {None, *ends}
+    nodes = [node for node in starts if node not in seen]
+    for node in nodes:  # grows
+        if node not in seen:
+            yield node
+            nodes += [before for before, _ in node.next_functions]
+            seen.add(node)
+
+
+def _operations(
+    loss: torch.Tensor, outputs: Sequence[Any], reads_tensors: bool
+) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     """Return what has computed `loss`, the last operation first: of each the name and its numbers; the targets, and
     the branches that each has taken. See "Saved tensors" on https://docs.pytorch.org/docs/stable/notes/autograd.html.
+    An operation without a name stands before those of the model's `outputs`.
     """
     found: list[Any] = []
     targets: dict[str, Any] = {}
     branches: dict[str, Any] = {}
-    nodes: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen = set(nodes)
-    for node in nodes:  # grows
+    for node in [*_nodes([loss.grad_fn], outputs), None, *_nodes(outputs, [])]:
+        if node is None:
+            found.append(["", {}])
+            continue
         operation = node.name().rpartition("::")[2].removesuffix("0").removesuffix("Backward")
         numbers: dict[str, Any] = {}
         kind: Any = type(node)
@@ -158,10 +173,6 @@ def _operations(loss: torch.Tensor, reads_tensors: bool) -> tuple[list[Any], dic
                 elif not value.is_floating_point():
                     branches[f"{len(found)}:{operation}.{name}"] = fingerprint(value)
         found.append([operation, numbers])
-        for before, _ in node.next_functions:
-            if before is not None and before not in seen:
-                seen.add(before)
-                nodes.append(before)
     return found, targets, branches
 
 
@@ -219,6 +230,8 @@ class Recorder:
         """The weights before the first such step that has changed them."""
         self.root: torch.nn.Module | None = None
         """The whole model, in its forward."""
+        self.outputs: list[Any] = []
+        """The operations that its outputs are of."""
         self.layers: dict[str, str] = {}
         self.dtypes: dict[int, str] = {}
         self.narrow: dict[int, str | None] = {}
@@ -307,6 +320,7 @@ class Recorder:
             found = {path: fingerprint(tensor) for path, tensor in tensors.items()}
             self.add(stages.OUTPUT, found, self.forwards - 1)
             self.root, self.layers = None, layers
+            self.outputs = [tensor.grad_fn for tensor in tensors.values() if tensor.grad_fn is not None]
 
     def layer(self, module: torch.nn.Module) -> str:
         """Return what makes a layer compute what it does, besides its weights."""
@@ -323,14 +337,14 @@ class Recorder:
         self.depth, self.own, self.has_backward = 0, {}, True
         first = next(_tensors(tensors), (None, None))[1]
         if first is not None:
-            operations, targets, branches = _operations(first, self.reads_saved)
+            operations, targets, branches = _operations(first, self.outputs, self.reads_saved)
             self.add(stages.OPERATIONS, {"": operations}, self.backwards)
             self.add(stages.BRANCHES, branches, self.backwards)
             self.add(stages.TARGETS, targets, self.backwards)
         after, before = _random_states(), self.states
         states = {name: [state, state != after.get(name)] for name, state in before.items()}
         self.add(stages.RANDOM, states, self.backwards)
-        self.states = {}
+        self.states, self.outputs = {}, []
         loss = first.item() if first is not None and first.numel() == 1 else None
         self.add(stages.LOSS, {"": loss}, self.backwards)
         self.add(stages.OWN, self.own, self.backwards)

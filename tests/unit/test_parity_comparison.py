@@ -84,7 +84,7 @@ def record(size: int = 2) -> Record:
                     [step, SAMPLES, number, {"": [f"{key % 200}{name}" for name in ("ab", "ba")[step // 2]]}],
                     [step, LAYERS, number, {"": "in training", "norm": "BatchNorm(momentum=0.1)"}],
                     [step, OUTPUT, number, {"": values(key + 7)}],
-                    [step, OPERATIONS, number, {"": [["Div", {"other": 2.0}], ["Mean", {}], ["Relu", {}]]}],
+                    [step, OPERATIONS, number, {"": [["Div", {"other": 2.0}], ["", {}], ["Relu", {}]]}],
                     [step, BRANCHES, number, {"2:Relu": fingerprint(numbers(key) > 0)}],
                     [step, TARGETS, number, {"Nll": values(key + 8)}],
                     [step, RANDOM, number, {"torch": [f"{key}", True], "python": [f"{key}", False]}],
@@ -259,11 +259,14 @@ FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
     "NaN in a batch": (putting(2, BATCH, values(5, math.nan), 1), 2, 1, BATCH, "overflow"),
     "targets": (putting(1, TARGETS, W9), 1, 0, TARGETS, "targets"),
     "loss": (
-        all_of(every(OPERATIONS, lambda *_: [["Mse", {}], ["Relu", {}]]), putting(0, LOSS, 7.0)),
+        all_of(every(OPERATIONS, lambda *_: [["Mse", {}], ["", {}], ["Relu", {}]]), putting(0, LOSS, 7.0)),
         *(0, 0, LOSS, "operations"),
     ),
     "temperature": (
-        all_of(every(OPERATIONS, lambda *_: [["Div", {"other": 3.0}], ["Relu", {}]]), putting(0, LOSS, 7.0)),
+        all_of(
+            every(OPERATIONS, lambda *_: [["Div", {"other": 3.0}], ["", {}], ["Relu", {}]]),
+            putting(0, LOSS, 7.0),
+        ),
         *(0, 0, LOSS, "operation"),
     ),
     "accumulation": (scaled(2.0), 0, 0, LOSS, "scale: number of passes"),
@@ -308,7 +311,11 @@ FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
     "momentum": (putting(1, STATE, W9), 1, 0, STATE, "optimizer-state"),
     "average of weights": (adding(2, OUTSIDE, W9), 2, 0, OUTSIDE, "outside"),
     "buffers": (putting(3, NEW_BUFFERS, W9, 1), 3, 1, NEW_BUFFERS, "no-broadcast-of-buffers"),
-    # What was recorded does not show these.
+    # What was recorded does not show these. An operation of the loss does not explain an output.
+    "forward and loss": (
+        all_of(every(OPERATIONS, lambda *_: [["", {}], ["Relu", {}]]), putting(0, OUTPUT, W9)),
+        *(0, 0, OUTPUT, "unknown"),
+    ),
     "forward": (putting(1, OUTPUT, W9), 1, 0, OUTPUT, "unknown"),
     "one loss": (putting(1, LOSS, 2202.0), 1, 0, LOSS, "unknown"),
     "backward": (putting(1, OWN, W9), 1, 0, OWN, "unknown"),
@@ -561,17 +568,18 @@ def test_a_fingerprint_sees_dtype_shape_and_what_is_not_finite() -> None:
 
 def test_operations_have_their_numbers_targets_and_branches() -> None:
     target = torch.zeros(2)
-    loss = torch.nn.functional.mse_loss(torch.tensor([1.0, -2.0], requires_grad=True).relu() / 4, target)
-    operations, targets, branches = _operations(loss, True)
-    assert [name for name, _ in operations[:3]] == ["MseLoss", "Div", "Relu"]
+    output = torch.tensor([1.0, -2.0], requires_grad=True).relu()
+    loss = torch.nn.functional.mse_loss(output / 4, target)
+    operations, targets, branches = _operations(loss, [output.grad_fn], True)
+    assert [name for name, _ in operations] == ["MseLoss", "Div", "", "Relu", "AccumulateGrad"]
     assert operations[1][1]["other"] == 4.0
     assert targets == {"MseLoss": fingerprint(target)}
-    assert branches == {"2:Relu": fingerprint(torch.tensor([True, False]))}
+    assert branches == {"3:Relu": fingerprint(torch.tensor([True, False]))}
     number = torch.tensor(1.0, requires_grad=True)
-    operations, _, branches = _operations((number.relu() * 2j).abs(), True)
+    operations, _, branches = _operations((number.relu() * 2j).abs(), [], True)
     assert [name for name, _ in operations[:3]] == ["Abs", "Mul", "Relu"] and json.dumps(operations)
     assert branches == {"2:Relu": fingerprint(torch.tensor(True))}
-    assert _operations(loss, False)[1:] == ({}, {})  # as in a checkpoint, whose forward would run again
+    assert _operations(loss, [], False)[1:] == ({}, {})  # as in a checkpoint, whose forward would run again
 
 
 @pytest.mark.parametrize(
