@@ -179,7 +179,9 @@ def execute(args: argparse.Namespace) -> int:
 def _read(file: Path) -> Record:
     try:
         record: Record = json.loads(file.read_text())
-        if record["ranks"][0]["values"] and record["steps"]:
+        if (
+            record["ranks"][0]["values"] and record["steps"] and "warnings" in record
+        ):  # not of an older release
             return record
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         pass
@@ -276,7 +278,7 @@ def _report(left: Record, right: Record, result: Comparison, tolerance: float) -
     for note in result.notes:
         yield f"note: {note}"
     for side, record in (("left", left), ("right", right)):
-        for warning in record.get("warnings", ())[:_WARNINGS]:
+        for warning in record["warnings"][:_WARNINGS]:
             yield f"warning of the {side}: {warning}"
     shown = {0, number - 1, first.step - result.begin if first else 0} & set(range(number))
     yield "step  loss left      loss right     weights differ by"

@@ -100,7 +100,7 @@ def record(size: int = 2) -> Record:
             ]
         head = {"early_steps": 0, "summing_error": 1e-7, "threads": 1, "torch": "2.15", "device": "cpu"}
         ranks.append(head | {"rank": rank, "values": entries, "steps": STEPS})
-    return {"cell": "cell", "steps": 100, "seconds": 1.0, "ranks": ranks}
+    return {"cell": "cell", "steps": 100, "seconds": 1.0, "warnings": [], "ranks": ranks}
 
 
 def put(changed: Record, step: int, stage: str, value: Any, rank: int | None = None, number: int = 0) -> None:
