@@ -9,8 +9,11 @@ hvd.report() has returned, as JSON, can be passed as well.
 from __future__ import annotations
 
 import argparse
+import bisect
+import itertools
 import json
 import operator
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -21,8 +24,9 @@ from ..errors import ConfigurationError, logger
 
 NUMBERS = ("rank", "size", "start", "seconds", "calls", "bytes_reduced")
 KINDS = ("computing", "data_loading", "waiting", "communication")
-_MOST_DIFFERENCE = 0.05
-"""Up to this difference between shares of time, no rank is called slow."""
+_MOST_DIFFERENCE, _PARTS, _MOST_ERRORS = 0.05, 16, 4.0
+"""Up to this difference between shares of time, no rank is called slow, nor if it is less than so many times the
+standard error of the mean over so many parts of the time."""
 Report = dict[str, Any]
 
 
@@ -40,13 +44,16 @@ def combined(ranks: Sequence[Report], former: Report | None = None) -> Report:
     """Return the reports of all ranks, with the rank for which the others wait, and what it does meanwhile.
 
     A wait for data is communication only as far as every rank waits for data; the rest is waiting for a rank. The slow
-    rank is the one that waits least, if its share of waiting is at least 5 % of the time below the mean of the others'.
+    rank is the one that waits least, if its share of waiting is at least 5 % of the time below the mean of the others',
+    and is so in all parts of the time, but for noise.
     The reason is what takes more of its time than of the others', "computing" or "data_loading".
 
     former: the report of the time just before, in which the same rank may have been slow already.
     """
     common = min(float(report["communication"]) for report in ranks)
     waits = {"communication": common}
+    marks = {row["rank"]: row.get("marks") for row in ranks}
+    ranks = [{name: row[name] for name in (*NUMBERS, *KINDS)} for row in ranks]
     ranks = [{**row, **waits, "waiting": row["waiting"] + row["communication"] - common} for row in ranks]
     ranks = sorted(ranks, key=operator.itemgetter("rank"))
     scalars = {f"rank_{row['rank']}_{kind}": row[kind] for row in ranks for kind in KINDS}
@@ -57,12 +64,39 @@ def combined(ranks: Sequence[Report], former: Report | None = None) -> Report:
     if not others:
         return found
     more = {kind: slowest[kind] - sum(report[kind] for report in others) / len(others) for kind in KINDS}
-    if -more["waiting"] >= _MOST_DIFFERENCE:
+    if -more["waiting"] >= _MOST_DIFFERENCE and not _is_noise(marks, slowest["rank"]):
         reason = max(("computing", "data_loading"), key=lambda kind: more[kind])
         found |= {"slowest": slowest["rank"], "reason": reason, "share": -more["waiting"]}
         is_same = former is not None and former["slowest"] == slowest["rank"]
         found["since"] = former["since"] if former and is_same else ranks[0]["start"]
     return found
+
+
+def _is_noise(marks: dict[int, Any], slowest: int) -> bool:
+    """Return whether a rank may have waited less than another one by chance, as parts of the time differ.
+
+    marks: of each rank, moments, and how long it had waited by then; None: unknown.
+    """
+    if None in marks.values():
+        return False
+    start, end = (pick(each[place][0] for each in marks.values()) for pick, place in ((max, 0), (min, -1)))
+    count = min(_PARTS, *(len(each) - 1 for each in marks.values()))
+    times = [start + (end - start) * part / count for part in range(count + 1)] if count > 1 else []
+    waits = {rank: [_waited(each, moment) for moment in times] for rank, each in marks.items()}
+    own = waits.pop(slowest)
+    for other in waits.values():
+        ahead = list(map(operator.sub, other, own))
+        parts = [after - before for before, after in itertools.pairwise(ahead)]
+        if len(parts) < 2 or sum(parts) <= _MOST_ERRORS * statistics.stdev(parts) * len(parts) ** 0.5:
+            return True
+    return False
+
+
+def _waited(marks: Sequence[Sequence[float]], moment: float) -> float:
+    """Return how long a rank had waited by a moment between the first and the last mark."""
+    place = min(max(1, bisect.bisect(marks, moment, key=operator.itemgetter(0))), len(marks) - 1)
+    (before, least), (after, most) = marks[place - 1 : place + 1]
+    return least + (most - least) * (moment - before) / max(1e-9, after - before)
 
 
 def lines(report: Report) -> list[str]:
@@ -80,12 +114,12 @@ def lines(report: Report) -> list[str]:
     if len(report["ranks"]) == 1:
         return table
     if report["slowest"] is None:
-        return [*table, "The ranks wait for each other equally long."]
+        return [*table, "No rank is slow: the ranks wait for each other equally long, but for chance."]
     since, reason = time.localtime(report["since"]), str(report["reason"]).replace("_", " ")
+    seconds = next(row["seconds"] for row in report["ranks"] if row["rank"] == report["slowest"])
+    cost = f"{100 * report['share']:.0f} % of the time ({report['share'] * seconds:.1f} of {seconds:.1f} s)"
     slowest = f"rank {report['slowest']} since {time.strftime('%H:%M:%S', since)}"
-    text = (
-        f"The others wait {100 * report['share']:.0f} % of the time more than {slowest}: its {reason} takes"
-    )
+    text = f"The others wait {cost} more than {slowest}: its {reason} takes"
     return [*table, f"{text} longer than theirs."]
 
 
@@ -115,13 +149,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print the table, and return 0. Raises ConfigurationError if a file cannot be read."""
-    rows = [row for path in args.paths for file in _files(path) for row in _read(file)]
+    files = [_read(file) for path in args.paths for file in _files(path)]
+    rows = [row for file in files for row in file["ranks"]]
     ranks = [row["rank"] for row in rows]
     if len({row["size"] for row in rows}) > 1 or len(set(ranks)) < len(ranks):
         raise ConfigurationError(
             f"FILE must be of one run, but ranks {sorted(ranks)} are of several. Remove the files of older runs."
         )
-    report = combined(rows)
+    report = files[0] if "slowest" in files[0] else combined(rows)
     sys.stdout.writelines(f"{line}\n" for line in lines(report))
     if args.plot is not None:
         save_figure(_draw(report["ranks"]), args.plot)
@@ -135,19 +170,20 @@ def _files(path: Path) -> Sequence[Path]:
     return files
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> Report:
+    """Return what hvd.report() has returned, or a dictionary of only "ranks" with what one rank has written."""
     try:
         found = json.loads(path.read_text())
-        rows = found["ranks"] if "ranks" in found else [found]
-        if not rows:
+        found = found if "ranks" in found else {"ranks": [found]}
+        if not found["ranks"]:
             raise ValueError("no ranks")
-        for row in rows:
+        for row in found["ranks"]:
             _ = [float(row[name]) for name in (*NUMBERS, *KINDS)]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(
             f"FILE must be what a rank or hvd.report() has written, but {path} is not: {error!r}."
         ) from None
-    return list(rows)
+    return dict(found)
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -23,6 +23,27 @@ from .report import Report, shares
 
 _MAIN = threading.main_thread().ident
 """Lets the hot path know the main thread without a call of Python."""
+_MOST_MARKS = 64
+
+
+class _Marks:
+    """How long a rank has waited by some moments, about equally far apart: what of it is noise, `combined` finds."""
+
+    def __init__(self, now: int, waited: int) -> None:
+        self._pause, self._marks = 1_000_000, [(now, waited)]
+        self.next = now
+
+    def add(self, now: int, waited: int) -> None:
+        self._marks.append((now, waited))
+        if len(self._marks) == _MOST_MARKS:
+            del self._marks[1::2]
+            self._pause *= 2
+        self.next = now + self._pause
+
+    def seconds(self) -> list[tuple[float, float]]:
+        """Return the time since the first mark and the wait since then, at each."""
+        start, before = self._marks[0]
+        return [((now - start) / 1e9, (waited - before) / 1e9) for now, waited in self._marks]
 
 
 class Usage(Observer):
@@ -35,6 +56,8 @@ class Usage(Observer):
         """Bytes of tensors that this rank has given to reductions; of gradients before compression."""
         self._start = self._taken = self.values()
         """What `values` was at the start, and when `take` was called last."""
+        self._marks, self._recent = _Marks(self._start[0], 0), _Marks(self._start[0], 0)
+        """Since the start, and since the last `take`."""
         self.last_report: Report | None = None
         """What `combined` has returned last."""
         self._end_measuring: Callable[[], None] | None = None
@@ -51,10 +74,18 @@ class Usage(Observer):
             self._waiting += max(0, agreed - begin)
             self._data += max(0, record.ended - max(agreed, begin))
             self._calls += 1
+            self._mark(record.ended)
 
     def waited_for_data(self, since: int) -> None:
         if _is_of_the_script():
-            self._data += time.time_ns() - since
+            now = time.time_ns()
+            self._data += now - since
+            self._mark(now)
+
+    def _mark(self, now: int) -> None:
+        for marks in (self._marks, self._recent):
+            if now >= marks.next:
+                marks.add(now, self._waiting + self._data)
 
     @property
     def measures_loading(self) -> bool:
@@ -93,11 +124,12 @@ class Usage(Observer):
     def take(self, rank: int, size: int) -> Report:
         """Return the shares of the time since the last `take`, which add up to 1."""
         before, self._taken = self._taken, self.values()
-        return shares(before, self._taken, rank, size)
+        marks, self._recent = self._recent.seconds(), _Marks(self._taken[0], self._waiting + self._data)
+        return {**shares(before, self._taken, rank, size), "marks": marks}
 
     def total(self, rank: int, size: int) -> Report:
         """Return the shares of the time since the start."""
-        return shares(self._start, self.values(), rank, size)
+        return {**shares(self._start, self.values(), rank, size), "marks": self._marks.seconds()}
 
     def values(self) -> Sequence[int]:
         """Return the time and all sums until then."""

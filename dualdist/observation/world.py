@@ -150,7 +150,8 @@ def report() -> dict[str, Any]:
           add up to 1: "data_loading" (until a DataLoader gives the next batch), "waiting" (for other ranks),
           "communication" (the wait for data that all ranks have in common) and "computing" (the rest). Waits of other
           threads than the main one do not count.
-        - "slowest": the rank for which the others wait; None if the shares of waiting differ by less than 0.05.
+        - "slowest": the rank for which the others wait; None if the shares of waiting differ by less than 0.05, or not
+          by more than chance: parts of the time differ as much.
         - "reason": what takes longer on that rank, "computing" or "data_loading"; None without such a rank.
         - "share": how much more of the time the others wait than that rank.
         - "since": the "start" of the first of the successive reports, until this one, that name the same rank.

@@ -130,8 +130,8 @@ def test_rank_0_logs_which_rank_is_slow_and_since_when() -> None:
         return
     clock = time.strftime("%H:%M:%S", time.localtime(start / 1e9))
     expected = (
-        f"The others wait 75 % of the time more than rank {SLOW} since {clock}: its computing takes longer than "
-        "theirs. DUALDIST_SLOW_WARN_SHARE=1 turns this message off."
+        f"The others wait 75 % of the time (7.5 of 10.0 s) more than rank {SLOW} since {clock}: its computing takes "
+        "longer than theirs. DUALDIST_SLOW_WARN_SHARE=1 turns this message off."
     )
     assert found == [expected, expected]
 

@@ -321,7 +321,7 @@ def test_rank_0_logs_a_slow_rank_from_the_share_on_that_is_set(
         for watch in ranks:
             watch.start([watch.server.contact for watch in ranks if watch.server is not None])
         assert has_looked_twice.wait(30)
-    assert any("50 % of the time more than rank 1 since " in message for message in messages) == is_logged
+    assert any("50 % of the time (0.5 of 1.0 s) more than rank 1 since " in message for message in messages) == is_logged
 
 
 @pytest.mark.parametrize("text", ["0", "1.5", "nan", "much"])

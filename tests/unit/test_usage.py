@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import threading
@@ -87,6 +88,42 @@ def test_a_rank_is_slow_since_the_first_of_the_reports_in_a_row_that_name_it() -
     assert equal["since"] is None and combined(later, equal)["since"] == later[0]["start"]
 
 
+@pytest.mark.parametrize(
+    ("waits", "is_slow"),
+    [
+        ([4, 4, 4, 4, 4, 4], True),
+        ([5, 3, 4, 5, 3, 4], True),
+        ([24, 0, 0, 0, 0, 0], False),  # once
+        ([9, -1, 8, -2, 9, 1], False),  # the other rank waits, too
+        ([24], False),  # one part tells nothing of chance
+    ],
+)
+def test_a_difference_that_chance_explains_names_nobody(waits: list[int], is_slow: bool) -> None:
+    """Rank 0 waits for rank 1 so long in each part of the 10 s; where it is less than 0, rank 1 waits for it."""
+    moments = [10 * part / len(waits) for part in range(len(waits) + 1)]
+    fast = [*itertools.accumulate((max(0, wait) / 6 for wait in waits), initial=0.0)]
+    slow = [*itertools.accumulate((max(0, -wait) / 6 for wait in waits), initial=0.0)]
+    ranks = [
+        {**row, "marks": [*zip(moments, marks, strict=True)]} for row, marks in ((FAST, fast), (SLOW, slow))
+    ]
+    assert combined(ranks)["slowest"] == (1 if is_slow else None)
+
+
+def test_marks_of_long_runs_are_few_and_far_apart() -> None:
+    usage = Usage()
+    start = usage.values()[0]
+    for step in range(10_000):
+        usage.waited(
+            record(start + step * 10**8, start + step * 10**8 + 10**7, start + step * 10**8 + 10**7), 0
+        )
+    marks = usage.take(0, 1)["marks"]
+    pauses = [after - before for (before, _), (after, _) in itertools.pairwise(marks)]
+    assert 20 < len(marks) <= 64 and max(pauses) < 4 * min(pauses[1:-1])
+    for moment, waited in marks[1:]:
+        assert waited == pytest.approx((moment - 0.01) / 10 + 0.01)
+    assert len(usage.take(0, 1)["marks"]) == 1
+
+
 def test_scalars_are_what_tensorboard_takes(tmp_path: Path) -> None:
     need_modules("tensorboard")
     from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
@@ -112,7 +149,7 @@ def test_no_rank_is_slow_where_all_wait_equally_long(ranks: list[Report]) -> Non
     found = combined(ranks)
     assert (found["slowest"], found["reason"], found["share"]) == (None, None, 0)
     found["ranks"] = [{**row, "size": len(ranks)} for row in found["ranks"]]
-    sentence = "The ranks wait for each other equally long."
+    sentence = "No rank is slow: the ranks wait for each other equally long, but for chance."
     assert (sentence in lines(found)) == (len(ranks) > 1)
 
 
@@ -136,7 +173,8 @@ def test_the_command_shows_files_and_folders(tmp_path: Path, capsys: pytest.Capt
         "rank  seconds  calls  MB reduced  computing  data loading  waiting  communication",
         "   0     10.0      5         2.5     40.0 %        10.0 %   40.0 %         10.0 %",
         "   1     10.0      5         2.5     50.0 %        40.0 %    0.0 %         10.0 %",
-        f"The others wait 40 % of the time more than rank 1 since {since}: its data loading takes longer than theirs.",
+        f"The others wait 40 % of the time (4.0 of 10.0 s) more than rank 1 since {since}: its data loading takes "
+        "longer than theirs.",
     ]
 
 
