@@ -54,8 +54,10 @@ def execute(args: argparse.Namespace) -> int:
         return {} if args.bind == "none" else _bind(args.bind, world, os.environ)
 
     export_environment(prepare)
-    # As torchrun's -u, also for a command: output in a buffer is late, and lost if the process is killed.
-    os.environ["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED") or "1"
+    # As torchrun's -u, also for a command: output in a buffer is late, and lost if the process is killed. And a process
+    # that hangs or crashes writes its stacks when SIGABRT or an error ends it.
+    for name in ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"):
+        os.environ[name] = os.environ.get(name) or "1"
     # Python ignores these signals; a program that replaces it would inherit that.
     for name in ("SIGPIPE", "SIGXFSZ"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)

@@ -110,6 +110,7 @@ class Dump:
             "channels": {name: {"ranks": one.ranks, "agreed": one.num_agreed} for name, one in channels},
             "calls": [_described(record) for record in calls],
             "threads": _stacks(),
+            "others": {rank: watch.state(rank) for rank in range(watch.size)},
         }
         with self._writing:
             folder = self._path()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
+from .status import is_of_torch
 
 File = dict[str, Any]
 Call = dict[str, Any]
@@ -88,30 +89,35 @@ def _report(ranks: Mapping[int, File]) -> Iterator[str]:
     some = next(iter(ranks.values()))
     yield f"{len(ranks)} of {some['size']} ranks wrote a file at {_clock(some['time'])}: {some['why']}."
     for rank in sorted(set(range(some["size"])) - set(ranks)):
-        yield (
-            f"Rank {rank} has no file of this time: its process has ended or is stopped, a thread keeps Python's "
-            "global lock, or the file is on another host."
-        )
+        states = {file.get("others", {}).get(str(rank)) for file in ranks.values()} - {"", None}
+        unknown = "its process has ended or is stopped, keeps Python's global lock, or is on another host"
+        why = states.pop() if len(states) == 1 else unknown
+        yield f"Rank {rank} has no file of this time: {why}."
     behind = _behind(ranks, has_absent=len(ranks) < some["size"])
     for rank, (call, waiting) in behind.items():
-        file, called = ranks[rank], _moment(ranks[waiting[0]], call, "called")
+        file = ranks[rank]
         yield f"Rank {rank} is behind, on {file['host']}, process {file['process']}. It is {_position(file)}"
-        yield f"  ranks {waiting} wait for call {call['number']} of {call['channel']} since {called}"
+        if call is None:
+            yield f"  ranks {waiting} wait in torch.distributed"
+        else:
+            called = _moment(ranks[waiting[0]], call, "called")
+            yield f"  ranks {waiting} wait for call {call['number']} of {call['channel']} since {called}"
         last = max(file["calls"], key=lambda made: int(made["ended"]), default={"ended": 0})
         if last["ended"]:
             yield f"  its last call ended at {_moment(file, last, 'ended')}"
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, file in ranks.items():
         calls = [f"waiting in {calls[0]['kind']} of {channel}" for channel, calls in file["pending"].items()]
+        calls += [f"waiting in torch.distributed ({function})"] if (function := _in_torch(file)) else []
         if calls or rank not in behind:
             groups[f"{', '.join(calls) or 'in no collective'}, {_position(file)}"].append(rank)
     for text, members in groups.items():
         yield f"Ranks {members}: {text}"
 
 
-def _behind(ranks: Mapping[int, File], has_absent: bool) -> dict[int, tuple[Call, list[int]]]:
-    """Return the ranks for which others wait: in which call, and which ranks."""
-    found: dict[int, tuple[Call, list[int]]] = {}
+def _behind(ranks: Mapping[int, File], has_absent: bool) -> dict[int, tuple[Call | None, list[int]]]:
+    """Return the ranks for which others wait: in which call (None: of torch.distributed), and which ranks."""
+    found: dict[int, tuple[Call | None, list[int]]] = {}
     for waiting, file in ranks.items():
         for channel, (call, *_) in file["pending"].items():
             for rank in file["channels"][channel]["ranks"]:
@@ -120,7 +126,10 @@ def _behind(ranks: Mapping[int, File], has_absent: bool) -> dict[int, tuple[Call
                     if waiting not in waiters:
                         waiters.append(waiting)
     # A rank that waits, too, is behind only if nothing else explains it.
-    idle = {rank: what for rank, what in found.items() if not ranks[rank]["pending"]}
+    outside = [rank for rank, file in ranks.items() if not file["pending"] and _in_torch(file)]
+    if outside and not found:
+        found = {rank: (None, outside) for rank in ranks if rank not in outside}
+    idle = {rank: what for rank, what in found.items() if not ranks[rank]["pending"] and rank not in outside}
     if idle or has_absent:
         return idle
     most = max((len(waiting) for _, waiting in found.values()), default=0)
@@ -133,6 +142,13 @@ def _has_made(file: File, call: Call) -> bool:
     agreed = file["channels"].get(call["channel"], {"agreed": 0})["agreed"]
     joins = call["kind"] == "join" or ("join", None) in own
     return joins or (call["kind"], call["name"]) in own or agreed >= call["number"]
+
+
+def _in_torch(file: File) -> str:
+    """Return the function of torch.distributed in which the main thread waits; "" if it is in none."""
+    stacks = [thread["stack"] for thread in file["threads"] if thread["is_main"]]
+    name, _, function = stacks[0][0] if stacks else ("", 0, "")
+    return function if is_of_torch(name) else ""
 
 
 def _position(file: File) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import os
 import secrets
 import select
 import socket
@@ -17,6 +18,9 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from ..core.meeting.addresses import own_node
+from ..core.meeting.boards import process_status
 
 _TOKEN_BYTES = 16
 _LONGEST = 1 << 16
@@ -34,6 +38,30 @@ class Contact(NamedTuple):
     port: int
     token: str
     """In hexadecimal digits. The server answers only questions that begin with it."""
+    place: str = ""
+    process: int = 0
+    start: int = 0
+    """The process, and what identifies it on its host: where its ID is valid, and its start time."""
+
+    def state(self, own: Contact) -> str:
+        """Return what /proc says of the process that does not answer; "" if it is on another host than `own`."""
+        if not self.place or self.place != own.place:
+            return ""
+        status = ["X"]
+        with contextlib.suppress(OSError):
+            status = process_status(self.process)
+        if status[0] in "XZ" or int(status[19]) != self.start:
+            return "its process has ended"
+        return (
+            "it is stopped"
+            if status[0] in "Tt"
+            else "it runs: a thread keeps Python's global lock, or it is slow"
+        )
+
+
+def is_of_torch(file: str) -> bool:
+    """Return whether a file is of torch.distributed, and not of its checkpoints, which may write to a disk."""
+    return "/torch/distributed/" in file and "/checkpoint/" not in file
 
 
 class StatusServer:
@@ -47,7 +75,11 @@ class StatusServer:
         self._listener = socket.create_server((address, 0), backlog=1024)
         self._listener.setblocking(False)
         token = secrets.token_hex(_TOKEN_BYTES)
-        self.contact = Contact(address, self._listener.getsockname()[1], token)
+        place, start = (
+            f"{own_node()} {os.readlink('/proc/self/ns/pid')}",
+            int(process_status(os.getpid())[19]),
+        )
+        self.contact = Contact(address, self._listener.getsockname()[1], token, place, os.getpid(), start)
         self._callers: dict[int, tuple[socket.socket, bytearray]] = {}
         """The open connections by descriptor, the oldest first, with what each has sent."""
         self._followed: dict[int, Callable[[], None]] = {}

@@ -5,6 +5,7 @@ Which of the members are missing (`Survey.missing`), by what each of them does:
     it does                                       the call has stalled         the backend has failed
     WAITING in the call, or has LEFT it           no                           no
     ABSENT: in no call                            yes                          no, it may come later
+    OUTSIDE: in a call of torch.distributed       if no rank is ABSENT         no, it may come later
     BEHIND: in another call of the process set    if no rank ended or stopped  no, it may come later
     SILENT: does not answer                       yes                          if no rank ended; it may be slow
     SUSPENDED: did not run for long               yes                          yes
@@ -28,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -45,11 +47,12 @@ from ..core.launch.environment import number_in
 from ..core.types import Settings
 from ..errors import HorovodInternalError, StallError, logger
 from .report import Report, combined, lines, shares
-from .status import Contact, StatusServer, ask
+from .status import Contact, StatusServer, ask, is_of_torch
 from .usage import Usage, reduced_bytes
 
 WAITING, LEFT, ABSENT, SILENT, ENDED = "waiting", "left", "absent", "silent", "ended"
 BEHIND, INTERRUPTED, SUSPENDED, FOLLOWED = "behind", "interrupted", "suspended", "followed"
+OUTSIDE, OUTSIDE_TEXT = "outside", "torch.distributed"
 
 
 class Doing(NamedTuple):
@@ -88,7 +91,8 @@ class Survey:
                 gone += self.ranks(SILENT)
         if self.has_failed:
             return sorted(gone)
-        absent = self.ranks(ABSENT) if gone else self.ranks(ABSENT, BEHIND)
+        absent = self.ranks(ABSENT) or self.ranks(OUTSIDE)
+        absent += [] if gone else self.ranks(BEHIND)
         return sorted([*absent, *gone])
 
     def _ended(self) -> list[int]:
@@ -123,6 +127,13 @@ _LAST_CALLS = 200
 """How many calls a rank remembers."""
 ASKED = "a rank received SIGUSR2"
 """Why ranks write a file for `dualdist hang`, beside GAVE_UP."""
+
+
+def _is_in_torch() -> bool:
+    """Return whether the main thread is in a function of torch.distributed, where it waits for other ranks."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and is_of_torch(frame.f_code.co_filename)
+
 
 CallKey = tuple[str, str | None]
 """`Call.key`: which calls of the members match."""
@@ -369,8 +380,9 @@ class StallWatch:
         except ConnectionError:
             return Doing(ENDED, "process ended, or called shutdown()")
         except OSError:
-            slow = "" if seconds > _FAILED_SECONDS else f" for {seconds:g} s: slow,"
-            return Doing(SILENT, f"no answer{slow or ':'} stopped, or cut off from the network")
+            slow = ("", "") if seconds > _FAILED_SECONDS else (f" for {seconds:g} s", "slow, ")
+            why = self.state(rank) or f"{slow[1]}stopped, or cut off from the network"
+            return Doing(SILENT, f"no answer{slow[0]}: {why}")
         (began, has_key, call), elsewhere, suspended, interrupted = answer
         where = f"waiting in {call or elsewhere}" if call or elsewhere else "in no collective"
         if interrupted is not None:
@@ -383,8 +395,13 @@ class StallWatch:
                 SUSPENDED, f"{how_long}: stopped, or a thread kept Python's global lock; now {where}"
             )
         if not call:
-            return Doing(ABSENT, where)
+            return Doing(OUTSIDE if elsewhere == OUTSIDE_TEXT else ABSENT, where)
         return Doing(WAITING if began == number and has_key else BEHIND, where, call)
+
+    def state(self, rank: int) -> str:
+        """Return what /proc says of a rank that does not answer; "" if it is on another host."""
+        own = self.server and self.server.contact
+        return self._contacts[rank].state(own) if own and self._contacts else ""
 
     def _ask(self, rank: int, question: Any, seconds: float) -> Any:
         return self._answer(question) if rank == self.rank else ask(self._contacts[rank], question, seconds)
@@ -430,7 +447,8 @@ class StallWatch:
                 if other is not channel and (wait := other.wait) is not None and not other.gave_up
             )
             interrupted = self.interrupted.get(channel.process_set)
-            return position, next(elsewhere, ""), self._suspended_seconds(), interrupted
+            where = next(elsewhere, "") or OUTSIDE_TEXT * _is_in_torch()
+            return position, where, self._suspended_seconds(), interrupted
         return None
 
     def _check_repeatedly(self) -> None:

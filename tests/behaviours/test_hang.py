@@ -10,12 +10,14 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import dualdist as hvd
 from dualdist.cli import main
+from dualdist.core.world.context import current
 
 from ..helpers import world as world_module
 from ..helpers.files import wait_for
@@ -85,6 +87,21 @@ def be_asked(folder: Path) -> None:
         wait_for([folder / "begun"])
         os.kill(processes[LATE], signal.SIGUSR2)
     wait_for(files)
+
+
+def wait_in_torch(folder: Path) -> None:
+    """Let the others wait in torch.distributed for the last rank, which asks all for their files."""
+    join_with(folder)
+    folder.mkdir(exist_ok=True)
+    files = [folder / f"rank-{rank}.json" for rank in range(hvd.size())]
+    if hvd.rank() == LATE:
+        watch: Any = current().observation.watch  # type: ignore[attr-defined]
+        for rank in range(LATE):
+            while watch._ask(rank, ["position", "set 0", ["", None]], 60.0)[1] != "torch.distributed":
+                pass
+        os.kill(os.getpid(), signal.SIGUSR2)
+        load_batch(files)
+    torch.distributed.all_reduce(torch.ones(2))  # waits for the last
 
 
 def join_with(folder: Path) -> None:
@@ -162,6 +179,13 @@ def test_the_rank_that_is_behind_is_named_with_its_line(
         found = capsys.readouterr().out
         assert ": a rank received SIGUSR2.\n" in found
         assert f"\nRanks [2]: in no collective, in multiply at {line_of('multiplies')}: " in found
+        world.run(wait_in_torch, tmp_path / "torch")
+        assert main(["hang", str(tmp_path / "torch")]) == 0
+        found = capsys.readouterr().out
+        assert f"It is in load_batch at {line_of('loads')}: " in found
+        assert "\n  ranks [0, 1] wait in torch.distributed\n" in found and found.count("is behind") == 1
+        line = f"in wait_in_torch at {line_of('waits for the last')}: "
+        assert f"\nRanks [0, 1]: waiting in torch.distributed (all_reduce), {line}" in found
         for where, function, marker in (
             (sleep_in_loader, "load_batch", "loads"),
             (multiply, "multiply", "multiplies"),
@@ -175,13 +199,11 @@ def test_the_rank_that_is_behind_is_named_with_its_line(
                 rf"\n  ranks \[0, 1\] wait for call 3 of set 0 since .* at {line_of('waits')}\n", found
             )
             assert "Rank 0 is behind" not in found and "Rank 1 is behind" not in found
-        assert "\nRank 2 has no file of this time: its process has ended or is stopped, " in report(
-            be_stopped
-        )
+        assert "\nRank 2 has no file of this time: it is stopped.\n" in report(be_stopped)
         # The others end with their errors, when they have written.
         monkeypatch.setattr(world_module, "OTHERS_SECONDS", world_module.RUN_SECONDS)
         with pytest.raises(WorldFailure):
             world.run(note_of, be_killed, tmp_path / "killed")
     found = read(tmp_path / "killed")
-    assert "\nRank 2 has no file of this time: its process has ended or is stopped, " in found
+    assert "\nRank 2 has no file of this time: its process has ended.\n" in found
     assert f"\nRanks [0, 1]: waiting in allreduce of set 0, in note_of at {line_of('waits')}: " in found

@@ -158,5 +158,5 @@ def check_others(where: str, *errors: str) -> None:
         call = "gradient synchronization" if where == "gradients" else "allreduce"
         first, stopped, waiting = error.splitlines()
         assert first.startswith(f"{call}(") and first.endswith("missing ranks: [1].")
-        assert stopped == "  rank 1: no answer: stopped, or cut off from the network"
+        assert stopped == "  rank 1: no answer: it is stopped"
         assert waiting.startswith(f"  ranks 0, 2: waiting in {call}(") and f"at {__file__}:" in waiting

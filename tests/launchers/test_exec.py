@@ -376,13 +376,15 @@ def test_the_exit_code_is_that_of_the_script(launcher: str) -> None:
     [EXEC, (*EXEC, "--", sys.executable), (*EXEC, "--"), (*LAUNCHERS["dualdist run"], sys.executable)],
     ids=["script", "command", "shebang", "run"],
 )
-def test_a_process_that_is_killed_loses_no_line(before: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_process_that_is_killed_loses_no_line_and_no_stack(before: tuple[str, ...], tmp_path: Path) -> None:
     script = tmp_path / "script"
-    script.write_text(f"#!{sys.executable}\nimport os\nprint('a line')\nos.kill(os.getpid(), 9)\n")
+    script.write_text(f"#!{sys.executable}\nimport os\nprint('a line')\nos.kill(os.getpid(), 6)\n")
     script.chmod(0o755)
-    ended = finish([*before, str(script)], {"PYTHONUNBUFFERED": ""}, forks=False)
+    variables = {"PYTHONUNBUFFERED": "", "PYTHONFAULTHANDLER": ""}
+    ended = finish([*before, str(script)], variables, forks=False)
     assert ended.code != 0
     assert "a line\n" in ended.output
+    assert (f'File "{script}", line 4 in <module>' in ended.output) == (before[: len(EXEC)] == EXEC)
 
 
 @pytest.mark.parametrize(("threads", "handling", "expected"), [("5", "", "5 1"), ("", "3", "1 3")])

@@ -37,7 +37,7 @@ os._exit(1)
 def test_the_others_raise_an_error_that_names_it(launcher: str, script: Script) -> None:
     ended = launch(launcher, script(SCRIPT))
     assert "stalled; missing ranks: [1].\n" in ended.output
-    assert "rank 1: no answer: stopped, or cut off from the network\n" in ended.output
+    assert "rank 1: no answer: it is stopped\n" in ended.output
 
 
 CAUGHT = """\

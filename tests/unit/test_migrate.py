@@ -358,7 +358,11 @@ def test_it_needs_no_torch_and_runs_nothing(tmp_path: Path) -> None:
             4,
             "exec",
         ),
-        ("import dualdist\nfrom apex.parallel import DistributedDataParallel as D\nD(m)", 3, "hvd.Distributed"),
+        (
+            "import dualdist\nfrom apex.parallel import DistributedDataParallel as D\nD(m)",
+            3,
+            "hvd.Distributed",
+        ),
         ("import dualdist\nparser.add_argument('--local_rank', default=-1)", 2, "use hvd.local_rank()"),
         ("import dualdist as hvd\n" + DDP.replace('"gloo"', "store=store"), 5, "dualdist exec"),
     ],

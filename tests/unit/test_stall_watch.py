@@ -22,7 +22,17 @@ from dualdist.core.gradients.combiner import OPTIMIZER
 from dualdist.core.types import Settings
 from dualdist.errors import ConfigurationError, StallError
 from dualdist.observation import survey as survey_module
-from dualdist.observation.survey import StallWatch, WatchedChannel
+from dualdist.observation.survey import (
+    ABSENT,
+    BEHIND,
+    ENDED,
+    OUTSIDE,
+    WAITING,
+    Doing,
+    StallWatch,
+    Survey,
+    WatchedChannel,
+)
 
 from ..helpers.collected_warnings import warned
 
@@ -292,7 +302,25 @@ def test_a_rank_that_answers_slowly_is_not_missing_if_another_has_ended(
     survey = channel.survey(has_failed=True)
     answers.set()
     assert survey.missing == [2]
-    assert survey.members[1].text == "no answer for 2 s: slow, stopped, or cut off from the network"
+    assert (
+        survey.members[1].text
+        == "no answer for 2 s: it runs: a thread keeps Python's global lock, or it is slow"
+    )
+
+
+@pytest.mark.parametrize(
+    ("doing", "missing"),
+    [
+        ([WAITING, OUTSIDE, ABSENT], [2]),
+        ([WAITING, OUTSIDE, OUTSIDE], [1, 2]),
+        ([WAITING, OUTSIDE, BEHIND], [1, 2]),
+        ([WAITING, ENDED, OUTSIDE], [1, 2]),
+    ],
+)
+def test_a_rank_in_torch_distributed_is_missing_unless_one_is_in_no_call(
+    doing: list[str], missing: list[int]
+) -> None:
+    assert Survey({rank: Doing(kind, "") for rank, kind in enumerate(doing)}).missing == missing
 
 
 @pytest.mark.parametrize(("share", "is_logged"), [(0.25, True), (0.75, False), (1.0, False)])
@@ -321,7 +349,10 @@ def test_rank_0_logs_a_slow_rank_from_the_share_on_that_is_set(
         for watch in ranks:
             watch.start([watch.server.contact for watch in ranks if watch.server is not None])
         assert has_looked_twice.wait(30)
-    assert any("50 % of the time (0.5 of 1.0 s) more than rank 1 since " in message for message in messages) == is_logged
+    assert (
+        any("50 % of the time (0.5 of 1.0 s) more than rank 1 since " in message for message in messages)
+        == is_logged
+    )
 
 
 @pytest.mark.parametrize("text", ["0", "1.5", "nan", "much"])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from dualdist.core.meeting.boards import process_status
 from dualdist.observation.status import Contact, StatusServer, ask
 
 SECONDS = 20.0
@@ -58,6 +62,24 @@ def test_who_does_not_answer_in_time_is_not_waited_for() -> None:
         with pytest.raises(TimeoutError):
             ask(Contact("127.0.0.1", listener.getsockname()[1], ""), "x", 0.2)
         assert time.monotonic() - start < SECONDS
+
+
+def test_proc_tells_how_a_process_of_this_host_is(server: StatusServer) -> None:
+    own = server.contact
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        contact = own._replace(process=process.pid, start=int(process_status(process.pid)[19]))
+        assert contact.state(own).startswith("it runs: ")
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert contact.state(own) == "it is stopped"
+        assert (
+            contact._replace(start=contact.start + 1).state(own) == "its process has ended"
+        )  # an ID that is used again
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert contact.state(own) == "its process has ended"  # its parent does not know yet
+    assert contact.state(own) == "its process has ended"
+    assert contact.state(own._replace(place="another host")) == ""
 
 
 def test_another_program_at_the_port_is_no_rank() -> None:
