@@ -645,7 +645,7 @@ class Reducer:
         """Return the order that buckets should follow on all ranks from the next backward on; b"": as now.
 
         The first rank decides: after the first backward that completes all gradients, as DDP does; later after
-        `_BACKWARDS_IN_TURN` with the same order, and each time twice as many, so that it does not change to and fro.
+        `_BACKWARDS_IN_TURN` with the same order, and each time twice as many, so that it does not change forever.
         """
         is_seen = arrived == self._seen
         if not arrived or channel.gradients.rank != 0 or (is_seen and not self._times_seen):
