@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
 
 
 def lay_out(
-    tensors: list[torch.Tensor], sparse: set[int], groups: list[list[int]] | None, **options: bool
+    tensors: list[torch.Tensor], sparse: set[int], groups: list[list[int]] | None, **options: Any
 ) -> list[Bucket]:
     tracked = [TrackedParameter(str(number), tensor) for number, tensor in enumerate(tensors)]
     return bucket_memory.lay_out(tracked, sparse, groups, **options)
