@@ -62,6 +62,7 @@ class Dump:
         self._next_answer = 0.0
         self._pipe: tuple[int, int] | None = None
         watch.dump = self.start
+        watch.main_stack = lambda: next((thread["stack"] for thread in _stacks() if thread["is_main"]), [])
         self._take_signals()
 
     def start(self, why: str, asked: int) -> Callable[[], str]:

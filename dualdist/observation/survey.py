@@ -29,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -127,12 +126,6 @@ _LAST_CALLS = 200
 """How many calls a rank remembers."""
 ASKED = "a rank received SIGUSR2"
 """Why ranks write a file for `dualdist hang`, beside GAVE_UP."""
-
-
-def _is_in_torch() -> bool:
-    """Return whether the main thread is in a function of torch.distributed, where it waits for other ranks."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return frame is not None and is_of_torch(frame.f_code.co_filename)
 
 
 CallKey = tuple[str, str | None]
@@ -314,6 +307,8 @@ class StallWatch:
 
         Returns a function that waits for that, at most 2 s, and returns a sentence that names the file, or "".
         """
+        self.main_stack: Callable[[], Sequence[tuple[str, int, str]]] = list
+        """Returns the frames of the main thread (observation/dump.py), the innermost first: file, line and function."""
         self._thread = threading.Thread(target=self._check_repeatedly, name="dualdist-stall", daemon=True)
 
     def start(self, contacts: Sequence[Contact]) -> None:
@@ -447,7 +442,9 @@ class StallWatch:
                 if other is not channel and (wait := other.wait) is not None and not other.gave_up
             )
             interrupted = self.interrupted.get(channel.process_set)
-            where = next(elsewhere, "") or OUTSIDE_TEXT * _is_in_torch()
+            stack = self.main_stack()
+            is_outside = bool(stack) and is_of_torch(stack[0][0])
+            where = next(elsewhere, "") or OUTSIDE_TEXT * is_outside
             return position, where, self._suspended_seconds(), interrupted
         return None
 
