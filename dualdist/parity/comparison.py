@@ -293,7 +293,7 @@ class _Pair:
 
     def facts(self, found: Difference) -> list[Cause]:
         """Return what differs in the layers and operations with which a value was computed."""
-        if found.stage not in (OUTPUT, LOSS, OWN, NEW_BUFFERS):
+        if found.stage not in (OUTPUT, LOSS, OWN, NEW_BUFFERS) or not self.same_size:
             return []
         facts = [*self.of_layers(found)] if found.stage != LOSS or not any(self.at(found, OUTPUT)) else []
         if found.stage != NEW_BUFFERS:
