@@ -175,5 +175,6 @@ def started_by(mark: str) -> list[int]:
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
             if f"{MARK}={mark}".encode() in file.read_bytes().split(b"\0"):
                 process = psutil.Process(fork_of(int(file.parent.name)))
-                found |= {process.pid, *(child.pid for child in process.children(recursive=True))}
+                found.add(process.pid)  # first: a child that ends meanwhile must not hide it
+                found.update(child.pid for child in process.children(recursive=True))
     return sorted(pid for pid in found if fork_of(pid) == pid)
