@@ -2,6 +2,7 @@
 
     python benchmarks/hosts.py                                     # as root; several hours: see --help for less
     python benchmarks/hosts.py --hosts 2 --ranks 1 --mbit 400 --models blocks late --ways gloo --json hosts.json
+    python benchmarks/hosts.py --hosts 2 --ranks 1 --mbit 1000 --latency     # calls (latency.py) in place of steps
 
 The hosts are network namespaces of this machine, joined by a bridge; `tc ... tbf` limits what each of them sends. They
 share its processors, so a row is of use only where each rank has a processor of its own. In each world, the contestants
@@ -58,12 +59,19 @@ def main() -> None:
         default=["blocks", "resnet18", "transformer", "mixed", "late"],
         help="(%(default)s)",
     )
+    options.add_argument("--latency", action="store_true", help="measure calls, over gloo, in place of steps")
     options.add_argument("--rounds", type=int, default=7, help="(%(default)s)")
     options.add_argument("--json", type=Path, metavar="FILE", help="write all figures, after each world")
     args = options.parse_args()
     figures: dict[str, Any] = {}
     for number in args.hosts:
         with running_network(_NAMES[:number]) as network:
+            for ranks, mbit in itertools.product(args.ranks, args.mbit) if args.latency else ():
+                print(f"{number} hosts, {ranks} ranks each, {mbit} Mbit/s", flush=True)
+                with network.slow(f"{mbit}mbit", slice(None)):
+                    run(network, horovodrun(network, ranks), "latency.py", "--rounds", str(args.rounds))
+            if args.latency:
+                continue
             for ranks, mbit, way in itertools.product(args.ranks, args.mbit, args.ways):
                 world = f"{number} hosts, {ranks} ranks each, {mbit} Mbit/s, {way}"
                 with network.slow(f"{mbit}mbit", slice(None)):
@@ -73,30 +81,42 @@ def main() -> None:
                     write_report(args.json, {"worlds": figures})
 
 
+def horovodrun(network: Network, ranks: int) -> Sequence[str]:
+    """Return Horovod's start of a command with `ranks` processes on each host."""
+    options = ("--gloo", "--network-interfaces", "net0", "-np", str(ranks * len(network.hosts)))
+    return ("horovodrun", *options, "-H", hosts_of(network, ranks))
+
+
+def hosts_of(network: Network, ranks: int) -> str:
+    return ",".join(f"{host.name}:{ranks}" for host in network.hosts)
+
+
 def measured(network: Network, ranks: int, way: str, models: Sequence[str], rounds: int) -> dict[str, Any]:
     """Return what step_in_world.py writes: model -> contestant -> figure -> a number for each round."""
-    hosts = ",".join(f"{host.name}:{ranks}" for host in network.hosts)
-    python = [sys.executable, str(ROOT / "benchmarks" / "step_in_world.py")]
+    hosts = hosts_of(network, ranks)
     launcher: Sequence[str] = (sys.executable, "-m", "dualdist", "run", "-H", hosts)
     if way == "mpi":
         launcher = mpirun(hosts, "GLOO_SOCKET_IFNAME")
     elif way == "horovod":
-        size = str(ranks * len(network.hosts))
-        launcher = ("horovodrun", "--gloo", "--network-interfaces", "net0", "-np", size, "-H", hosts)
+        launcher = horovodrun(network, ranks)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "report.json")
-        command = [*launcher, *python, *_WAYS[way], "--copies", "1", "--rounds", str(rounds)]
-        command += ["--json", str(file), "--models", *models]
-        variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "net0", "PYTHONPATH": str(ROOT)}
-        subprocess.run(
-            network.hosts[0].command(*command),
-            env=os.environ | OPEN_MPI | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            check=True,
-        )
+        options = (*_WAYS[way], "--copies", "1", "--rounds", str(rounds), "--json", str(file))
+        run(network, launcher, "step_in_world.py", *options, "--models", *models)
         found: dict[str, Any] = json.loads(file.read_text())["models"]
     return found
+
+
+def run(network: Network, launcher: Sequence[str], program: str, *options: str) -> None:
+    """Run a program of this folder with `launcher` on the first host. Its output goes to standard error."""
+    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "net0", "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        network.hosts[0].command(*launcher, sys.executable, str(ROOT / "benchmarks" / program), *options),
+        env=os.environ | OPEN_MPI | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        check=True,
+    )
 
 
 def print_world(world: str, models: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> None:

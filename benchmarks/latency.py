@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import horovod.torch as horovod
 import torch
@@ -22,8 +22,9 @@ from world import command_line, join_world, start_gloo
 
 import dualdist as hvd
 
-SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "1 MB": 1 << 20, "16 MB": 1 << 24}
+SIZES = {"2 KB": 2 << 10, "64 KB": 1 << 16, "1 MB": 1 << 20, "16 MB": 1 << 24}
 LATE_SECONDS = 2.0
+Call = Callable[[], object]
 
 
 def main() -> None:
@@ -36,9 +37,18 @@ def main() -> None:
     gloo = start_gloo()
     if hvd.rank() == 0:
         print(f"dualdist on {hvd.backend_name()} ({hvd.transport_name()}), {hvd.size()} processes")
-        print(" allreduce   gloo ms  Horovod ms  dualdist ms  / gloo  / Horovod")
+        print("       what   gloo ms  Horovod ms  dualdist ms  / gloo  / Horovod")
     for name, num_bytes in SIZES.items():
-        compare(name, num_bytes, gloo, settings.rounds)
+        compare(name, sums(num_bytes, gloo), 50 if num_bytes <= 1 << 16 else 3, settings.rounds)
+    epoch = {"epoch": 5}
+    objects = (
+        lambda: dist.broadcast_object_list([epoch], 0, group=gloo),
+        lambda: horovod.broadcast_object(epoch, 0, name="it"),
+        lambda: hvd.broadcast_object(epoch, 0, name="it"),
+    )
+    compare("object", objects, 50, settings.rounds)
+    barriers = (lambda: dist.barrier(group=gloo), horovod.barrier, hvd.barrier)
+    compare("barrier", barriers, 50, settings.rounds)
     late = late_async_call()
     if hvd.rank() == 0:
         print(
@@ -49,15 +59,18 @@ def main() -> None:
     hvd.shutdown()
 
 
-def compare(name: str, num_bytes: int, gloo: dist.ProcessGroup, rounds: int) -> None:
-    """Print a row: the same in-place sum with each of the three."""
+def sums(num_bytes: int, gloo: dist.ProcessGroup) -> tuple[Call, Call, Call]:
+    """Return the same in-place sum with each of the three."""
     tensor = torch.zeros(num_bytes // 4)
-    calls: list[Callable[[], object]] = [
+    return (
         lambda: dist.all_reduce(tensor, group=gloo),
         lambda: horovod.allreduce_(tensor, name="it", op=horovod.Sum),
         lambda: hvd.allreduce_(tensor, name="it", op=hvd.Sum),
-    ]
-    turn = 50 if num_bytes <= 1 << 16 else 3
+    )
+
+
+def compare(name: str, calls: Sequence[Call], turn: int, rounds: int) -> None:
+    """Print a row: the median call of rank 0 with gloo, Horovod and dualdist, which take turns of `turn` calls."""
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds + 1):
         for call, taken in zip(calls, seconds, strict=True):
