@@ -18,7 +18,7 @@ import torch
 from ..helpers.forks import fork_of, fork_variables, forked
 from ..helpers.process_watch import Watched
 from ..helpers.requirements import need_modules
-from ..helpers.script_launch import LAUNCHERS, MARK, abort, finish, launch, started_by
+from ..helpers.script_launch import LAUNCHERS, MARK, STACKS, abort, finish, launch, started_by
 from ..helpers.slurm_cluster import Slurm
 from ..helpers.world import ROOT
 
@@ -86,7 +86,7 @@ def preempt(
     with subprocess.Popen(
         forked([*command, *TRAINING, "train", str(folder), *workers]),
         cwd=ROOT,
-        env={**os.environ, **fork_variables(), **variables, MARK: mark},
+        env={**os.environ, **STACKS, **fork_variables(), **variables, MARK: mark},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
