@@ -399,8 +399,8 @@ class MemoryFile(io.FileIO):
                 # torch warns that it validates sparse tensors, which is what we want.
                 warnings.filterwarnings("ignore", "Validating sparse tensor")
                 path = f"/proc/self/fd/{self.fileno()}"
-                if not hasattr(torch.serialization, "safe_globals"):  # torch 2.4 refuses values of bytes
-                    torch.serialization.add_safe_globals([codecs.encode])
+                if not hasattr(torch.serialization, "safe_globals"):  # torch 2.4 refuses bytes and sets
+                    torch.serialization.add_safe_globals([codecs.encode, set])
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # type: ignore[no-any-return]
         except Exception as error:
             reason = " ".join(str(error).split()).partition(". ")[0][:200]
