@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map
 
@@ -29,6 +28,9 @@ from ..helpers.collected_warnings import warned
 from ..helpers.sharded_training import adamw, shard, train, transformer, weights, whole
 from ..helpers.world import everywhere
 from .test_checkpoint_failures import damage
+
+fsdp = pytest.importorskip("torch.distributed.fsdp._fully_shard", reason="FSDP2 is public from torch 2.6 on")
+fully_shard = fsdp.fully_shard
 
 SAVED, MORE = 2, 2
 """Steps before and after a save."""
