@@ -323,15 +323,14 @@ class CollectiveQueue:
         try:
             if self._problem is not None:
                 raise self._problem
-            with torch.no_grad():
-                for awaited in work.steps:
-                    limit = work.deadline if until is None else min(until, work.deadline)
-                    if self._has_arrived(awaited, limit):
-                        work.deadline = time.monotonic() + self.timeout
-                    elif time.monotonic() < work.deadline:
-                        return False
-                    else:
-                        raise StallError("A rank sent nothing in time.")
+            for awaited in work.steps:
+                limit = work.deadline if until is None else min(until, work.deadline)
+                if self._has_arrived(awaited, limit):
+                    work.deadline = time.monotonic() + self.timeout
+                elif time.monotonic() < work.deadline:
+                    return False
+                else:
+                    raise StallError("A rank sent nothing in time.")
         except HorovodInternalError as error:
             self._end(work, error)
         except BaseException as error:
