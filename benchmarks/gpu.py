@@ -6,7 +6,7 @@
 
 Prints a table for each model: milliseconds of a step, its ratio to DDP's (the median over the rounds, the smallest and
 the greatest), waits of the host for the device in a step (0 is the aim), and the memory of model, optimizer and step.
-bfloat16 autocast. One of ours at a time is beside the peers, in processes of its own: a second one would send late.
+bfloat16 autocast. One of ours at a time is beside the peers, in processes of its own: a second one sends late at first.
 NCCL 2.30 lets two ranks share one GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1.
 """
 

@@ -121,7 +121,7 @@ class Backwards:
 
 
 @contextlib.contextmanager
-def sends_recorded(record: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def sends_recorded(record: Callable[[torch.Tensor], object]) -> Iterator[None]:
     """Call `record` with each tensor that the global process set reduces for gradients."""
     group: Any = channel_of(hvd.global_process_set).gradients
     reduce = group.allreduce_
@@ -199,3 +199,17 @@ def test_buckets_do_not_change_to_and_fro() -> None:
     # Buckets change after the first backward, and after ten in the other order. Then they stay.
     assert min(shares[1:12]) > 0.3 > max(shares[12:22]) and shares[22] > 0.3
     assert shares[24:] == shares[24:48] * 4
+
+
+@pytest.mark.ranks(1, 2)
+@everywhere
+def test_two_models_that_train_in_turn_both_send_during_backward_until_one_backward_has_both() -> None:
+    models = Layers(), Layers()
+    first, second = map(Backwards, models)
+    wrapped = distributed(models[0]), hvd.DistributedDataParallel(models[1], bucket_cap_mb=CAP)
+    with sends_recorded(lambda tensor: (first.record(tensor), second.record(tensor))):
+        for _ in range(12):
+            shares = first.run(wrapped[0], 1), second.run(wrapped[1], 1)
+        assert min(shares) > 0.3
+        second.run(lambda inputs: wrapped[1](inputs) + wrapped[0](inputs), 1)
+        assert second.run(wrapped[1], 1) == 0.0

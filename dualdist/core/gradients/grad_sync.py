@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
+import math
 import operator
 import pickle
 import sys
@@ -31,6 +31,8 @@ from .bucket_memory import TrackedParameter, has_numbers, without_memory
 from .combiner import OPTIMIZER, Combiner, SyncOptions, alive, combiners_of
 from .reducer import Reducer, members_of
 
+_NUM_ALONE = 10
+"""A GradSync that had so many backwards for itself sends before the end of backward, though older ones exist."""
 _MOST_USES = 3
 """How many references C++ has to a parameter at the end of backward, if torch's DDP has none: of the object in Python,
 the node that accumulates its gradient, and a retained graph. DDP has at least two (`params_` and `Bucket::variables` in
@@ -98,10 +100,13 @@ class GradSync(Combiner):
         self._overlaps = False
         """Whether another GradSync combines some of the same gradients."""
         self._number = GradSync._num_made = GradSync._num_made + 1
+        self._num_alone = 0.0
+        """How many backwards had gradients of this, but of no older GradSync of the same ranks. -inf: one had both."""
         self._sends_late = False
         """Whether buckets are sent at the end of backward only, because an older GradSync may send some meanwhile.
 
-        Buckets are matched in the order in which they are sent, and ranks may complete them in different orders."""
+        Buckets are matched in the order in which they are sent, and ranks may complete them in other orders. If that
+        happens after _NUM_ALONE backwards of this GradSync alone, the digest of the order differs: an error."""
         self._is_shared = False
         """Whether torch's DDP has some of the parameters: it moves their gradients, and combines them as well."""
         self._newest: dict[torch.device, int] = {}
@@ -327,11 +332,15 @@ class GradSync(Combiner):
         """Whether passes are counted. If every backward combines an average, combining again does no harm."""
         return self.passes > 1 or not self._averages
 
+    def _follows(self, other: GradSync) -> bool:
+        """Return whether `other` is older and combines gradients of the same ranks."""
+        is_older = other._number < self._number
+        return is_older and other._reducer.options.process_set == self._reducer.options.process_set
+
     def _expect_order(self) -> None:
         """Decide whether the next backward handles gradients in the order of the last one, and when it sends them."""
-        own_set = self._reducer.options.process_set
-        older = [sync for sync in _syncs() if sync._number < self._number and sync.is_in_world]
-        self._sends_late = any(sync._reducer.options.process_set == own_set for sync in older)
+        may_meet = self._num_alone < _NUM_ALONE
+        self._sends_late = may_meet and any(sync.is_in_world and self._follows(sync) for sync in _syncs())
         is_regular = self._enabled and not (self._counts or self._sends_at_end)
         self._arrivals.expect(self._reducer.layout.order if is_regular else None)
 
@@ -363,9 +372,8 @@ class GradSync(Combiner):
             return
         awaiting = (sync for sync in _syncs() if sync._arrivals.awaits_end())
         together = sorted(awaiting, key=lambda sync: sync._number)
-        if any(sync._sends_late and not sync._has_observed for sync in together):
-            gc.collect()  # the older GradSync, for which this one sends late, may be garbage
         for sync in together:
+            sync._num_alone += -math.inf if any(map(sync._follows, together)) else 1
             if sync._is_shared or not sync._has_observed:
                 sync._is_shared = any(tensor._use_count() > _MOST_USES for tensor in sync._tensors)
         if any(sync._is_shared for sync in together) and not self._arrivals.is_last_call():
