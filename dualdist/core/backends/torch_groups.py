@@ -471,8 +471,11 @@ def allow_open_files(size: int) -> None:
 
 # All groups of a world.
 
-_members_groups_made: Counter[tuple[int, ...]] = Counter()
-"""How many groups this process has made among the members alone, for each tuple of ranks."""
+_members_groups_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+"""For each default group of torch: how many groups were made in its world among the members alone, by their ranks.
+
+Processes may join a world that have been in other worlds before, and in different ones.
+"""
 _hash_ranks = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
 """Names a group that only its members make. None in torch 2.4, which hashes the ranks alone."""
 
@@ -550,8 +553,9 @@ class TorchGroups:
         torch_world, key = c10d._world, tuple(ranks)
         world: Any = dist.group.WORLD
         before, bound = torch_world.group_count, world.bound_device_id
-        _members_groups_made[key] += 1
-        name = hashlib.sha1(f"{key} {_members_groups_made[key]}".encode(), usedforsecurity=False).hexdigest()
+        made = _members_groups_made.setdefault(world, Counter())
+        made[key] += 1
+        name = hashlib.sha1(f"{key} {made[key]}".encode(), usedforsecurity=False).hexdigest()
         # torch 2.4 has no such argument: it connects at the first collective.
         takes_device = "device_id" in inspect.signature(dist.new_group).parameters
         options = {"device_id": bound} if takes_device else {}
