@@ -467,7 +467,7 @@ class HorovodBackend(Backend):
         try:
             if made is None:
                 return self.start_step(make)
-            return wait_for(made, Patience(self._groups[0].has_lost_member, self._timeout))
+            return wait_for(made, Patience(self.has_lost_rank, self._timeout))
         except BaseException:  # KeyboardInterrupt, too
             if made is None or not made.done():  # Horovod may still wait
                 self._is_stuck = True

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -308,6 +309,22 @@ def test_a_rank_that_ends_while_nccl_connects_is_named(monkeypatch: pytest.Monke
     never.set()
     thread = bound[0][0]
     assert bound == [(thread, device), (thread, "connects")]
+
+
+def test_a_rank_that_ends_while_later_groups_connect_ends_the_wait() -> None:
+    never = threading.Event()
+    backend = SimpleNamespace(
+        _meeting=None,
+        device=None,
+        transport="gloo",
+        has_lost_rank=lambda: True,
+        _timeout=timedelta(minutes=10),
+        _settings=Settings(),
+    )
+    start: Any = TorchBackend.start_step
+    with pytest.raises(HorovodInternalError, match="a rank has left"):
+        start(backend, lambda: never.wait(20))
+    never.set()
 
 
 def test_all_others_name_a_rank_that_gives_no_sign_of_life() -> None:

@@ -179,6 +179,8 @@ class Backend(ABC):
     """A key-value store that all processes share (c10d's Store); None when the world has one process."""
     listener: Listener | None = None
     """Where this process takes the calls of others, with the addresses of all; None in the same case."""
+    has_lost_rank: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether a rank has died or failed, so that it makes no more groups. Set when the first group is made."""
     _meeting: Meeting | None = None
     """Where this rank has met the others, until `finish_start`; None if it has not, as in a world of one."""
 

@@ -321,7 +321,7 @@ class TorchBackend(Backend):
             # After its timeout, torch's store asks the server once more, and waits for the answer without a timeout
             # (TCPStore::doWait). Through a link that is cut, no answer arrives.
             longest = self._timeout.total_seconds() + self._settings.start_timeout_seconds
-            return wait_for(in_thread(run), Patience(lambda: False, longest))
+            return wait_for(in_thread(run), Patience(self.has_lost_rank, longest))
         # torch has timeouts of its own, but MPI has none for a new communicator.
         seconds = self._settings.start_timeout_seconds if self.transport == "mpi" else None
         return self._meeting.wait_for(in_thread(run), seconds)

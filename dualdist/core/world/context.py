@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 import os
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -25,13 +26,15 @@ from ..agreement.channel import Channel
 from ..agreement.connections import Connections
 from ..agreement.observers import Observation
 from ..backends.base import Backend
-from ..executor import Worker
+from ..executor import Patience, Worker
 from ..extensions import extension
 from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective
 from ..types import Launch, Settings, World
 
 _LAST_SECONDS = 5.0
 """How long a rank that leaves because of an error waits for its device."""
+_PAUSE_SECONDS = 0.002
+"""How often a rank that leaves without an error looks whether its device has ended."""
 _CHECK_PEERS_SECONDS = 5.0
 """How often a rank looks for lost ranks while the host may wait for its device."""
 
@@ -117,6 +120,8 @@ class Context:
         except BaseException:
             connections.close()
             raise
+        if not self.channels:
+            backend.has_lost_rank = connections.has_failed_peer
         make_ahead = functools.partial(backend.new_device_group, ranks) if backend.runs_ahead else None
         self.channels[set_id] = Channel(
             name,
@@ -131,8 +136,23 @@ class Context:
     def _check_ranks(self, cause: BaseException | None) -> None:
         """Raise HorovodInternalError if a rank has ended meanwhile. cause: an error that its end may have caused."""
         self.backend.check_start(cause)
-        if cause is None and self.channels and self.channels[0].group.has_lost_member():
+        if cause is None and self.backend.has_lost_rank():
             raise HorovodInternalError("a rank has left")
+
+    def _wait_for_device(self) -> None:
+        """If no error ends this process, wait for its device, or until `check_peers` finds that a rank has died. Local.
+
+        To destroy the groups would wait for that rank. A look needs the connections, so they are still open.
+        """
+        device = self.backend.device if self.backend.runs_ahead else None
+        if device is None or process_exit.has_failed():
+            return
+        patience = Patience(lambda: process_exit.world_has_failed, self.settings.stall_timeout_seconds)
+        with contextlib.suppress(RuntimeError):  # of `patience`, or of a device that has failed
+            ended = accelerator.record_event(device)
+            while not ended.query():
+                patience.check()
+                time.sleep(_PAUSE_SECONDS)
 
     def _abort_unfinished(self) -> None:
         """If an error ends this process, end the collectives in which the other ranks may not take part. Local.
@@ -163,6 +183,7 @@ class Context:
                 stack.callback(channel.leave)
             stack.callback(self.at_leave.close)
             stack.callback(self.observation.leave)
+            stack.callback(self._wait_for_device)
 
     def abandon(self) -> None:
         """In a forked process, release what it shares with the parent, without affecting the parent. Local."""
