@@ -86,6 +86,16 @@ def test_the_worker_thread_has_the_device_of_the_thread_that_made_the_first_call
     assert seen == [("dualdist-set 0", hvd.device())]
 
 
+@pytest.mark.world_kinds("npu-hccl")  # over gloo no layer runs ahead
+@everywhere
+def test_a_world_ends_while_a_group_is_being_aborted() -> None:
+    """NCCL must get no second abort meanwhile. The transport would end the process."""
+    hvd.SyncBatchNorm(2)(torch.ones(4, 2))
+    current().channels[0].ahead.forget()  # as after layers that only some ranks have run
+    hvd.shutdown()
+    hvd.init()
+
+
 def weights_in_turn(**options: Any) -> tuple[list[torch.nn.Parameter], Callable[[], None]]:
     """Return four weights, whose gradients are sent one by one in backward, the last one first, and its function."""
     hvd.shutdown()

@@ -351,8 +351,7 @@ class TorchBackend(Backend):
         with self._on_shutdown:
             if self._adopted:
                 self._groups.close()
-            groups = self._groups
-            self._default_group.close(others_aborted=groups.are_aborted, is_stuck=groups.are_stuck)
+            self._default_group.close()
 
     def abandon(self) -> None:
         super().abandon()

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import math
 import secrets
 import threading
 import time
@@ -98,9 +97,9 @@ def config_of(transport: str) -> dict[str, str]:
     return {"cpu": _MPI if transport == "mpi" else transport}
 
 
-def adopted_config() -> dict[str, str]:
-    """Return what `config_of` does, for the process group that torch.distributed has. It always has the CPU."""
-    pairs = [part.split(":", 1) for part in dist.get_backend_config().split(",")]
+def adopted_config(group: Any = None) -> dict[str, str]:
+    """Return what `config_of` does, for a process group of torch, by default that of all ranks. It has the CPU."""
+    pairs = [part.split(":", 1) for part in dist.get_backend_config(group).split(",")]
     return {"cpu": _CPU, **dict(pairs)}
 
 
@@ -158,16 +157,11 @@ class TorchGroup(Group):
         self._carried = carried
         self._device = device
         """The device to which the transport is bound."""
-        self._abort: Future[None] | None = None
-        self._abort_end = math.inf
-        """When to stop waiting for `_abort`."""
-        self.is_stuck = False
-        """Whether `_abort` did not end in time."""
 
     @property
     def is_aborted(self) -> bool:
-        """Whether `abort` was called."""
-        return self._abort is not None
+        """Whether the abort of the process group has begun."""
+        return self._pg in _aborts
 
     @property
     def _open(self) -> Any:
@@ -247,46 +241,51 @@ class TorchGroup(Group):
         In a thread: NCCL may wait until the kernel of another communicator ends, which is aborted next
         (https://github.com/pytorch/pytorch/issues/119797).
         """
-        if self._pg is None or self._device is None or self.is_aborted:
-            return
-        self._abort_end = time.monotonic() + _ABORT_SECONDS
-        self._abort = _abort_once(self._pg, functools.partial(_abort_device_part, self._pg, self._device))
+        if self._pg is not None and self._device is not None:
+            _abort_once(self._pg, functools.partial(_abort_device_part, self._pg, self._device))
 
     def close(self) -> None:
         process_group, self._pg = self._pg, None
         if process_group is None or not dist.is_initialized():
             return
-        if self._abort is None:
+        if process_group not in _aborts:
             dist.destroy_process_group(process_group)  # it waits for the collectives of the group
-        elif self.abort_ends():
+        elif _aborts_end([process_group]):
             abort_process_group(process_group)
         else:
-            self.is_stuck = True
             never_delete(process_group)
             skip_destructors_at_exit()
 
-    def abort_ends(self) -> bool:
-        """Wait for the end of `abort`, 30 s after its start at most. Return whether it has ended or was not called."""
-        left = max(0.0, self._abort_end - time.monotonic())
-        return self._abort is None or bool(concurrent.futures.wait([self._abort], left).done)
 
+_aborts: weakref.WeakKeyDictionary[Any, tuple[Future[None], float]] = weakref.WeakKeyDictionary()
+"""The aborts of process groups that have begun, and until when to wait for each.
 
-_aborts: weakref.WeakKeyDictionary[Any, Future[None]] = weakref.WeakKeyDictionary()
-"""The aborts of process groups that have begun. Two of one group at the same time may free the same memory in NCCL."""
+Two of one group at the same time may free the same memory in NCCL.
+"""
 _beginning_abort = threading.Lock()
 
 
-def _abort_once(process_group: Any, step: Callable[[], None]) -> Future[None]:
-    """Begin `step`, which aborts a process group, unless its abort has begun. Return the future of its end."""
+def _abort_once(process_group: Any, step: Callable[[], None]) -> None:
+    """Begin `step`, which aborts a process group, unless its abort has begun."""
+    end = time.monotonic() + _ABORT_SECONDS
     with _beginning_abort:
-        if process_group not in _aborts:
-            try:
-                _aborts[process_group] = in_thread(step)
-            except RuntimeError:  # the interpreter ends
-                _aborts[process_group] = Future()
-                step()
-                _aborts[process_group].set_result(None)
-        return _aborts[process_group]
+        if process_group in _aborts:
+            return
+        try:
+            _aborts[process_group] = in_thread(step), end
+        except RuntimeError:  # the interpreter ends
+            ended = Future[None]()
+            _aborts[process_group] = ended, end
+            step()
+            ended.set_result(None)
+
+
+def _aborts_end(process_groups: Iterable[Any]) -> bool:
+    """Wait for the aborts of groups, 30 s after the start of each at most. Return whether all that began have ended."""
+    found = [_aborts[group] for group in process_groups if group in _aborts]
+    return all(
+        concurrent.futures.wait([abort], max(0.0, end - time.monotonic())).done for abort, end in found
+    )
 
 
 def _abort_device_part(process_group: Any, device: torch.device) -> None:
@@ -373,9 +372,10 @@ class DefaultGroup:
 
     def __init__(self) -> None:
         self._own: dist.ProcessGroup | None = None
+        self._device: torch.device | None = None
         self._store: dist.Store | None = None
         self.group: TorchGroup | None = None
-        """The same as one of dualdist's, to abort the collectives of communication hooks and programs."""
+        """The same as one of dualdist's."""
 
     def open(
         self,
@@ -397,7 +397,7 @@ class DefaultGroup:
             timeout=transport_timeout(timeout, device),
             device_id=device,
         )
-        self._own, self._store = dist.group.WORLD, store
+        self._own, self._device, self._store = dist.group.WORLD, device, store
         self.group = TorchGroup(range(size), rank, self._own, frozenset(), device)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -407,23 +407,24 @@ class DefaultGroup:
             self.group.set_timeout(timeout)
 
     def abort(self) -> None:
-        """Begin to end what is in progress on a device. Local."""
-        group = self.group  # read once: `close` may run in another thread
-        if group is not None:
-            group.abort()
+        """Begin to end what is in progress on a device, also in groups that the program has made. Local."""
+        device = self._device
+        if self.group is None or device is None:
+            return
+        for one in list(dist.distributed_c10d._world.pg_map):
+            if device.type in carried_types(adopted_config(one)):
+                _abort_once(one, functools.partial(_abort_device_part, one, device))
 
-    def close(self, *, others_aborted: bool = False, is_stuck: bool = False) -> None:
-        """Destroy the group, unless the program has done it. Local.
-
-        This waits for all groups. others_aborted: some of them were. is_stuck: an abort of one has not ended.
-        """
+    def close(self) -> None:
+        """Destroy all groups, unless the program has done it. Local. It waits for their collectives, or aborts them."""
         group, own = self.group, self._own
         self._own = self._store = self.group = None
         if own is None or group is None or not dist.is_initialized() or own is not dist.group.WORLD:
             return
-        if is_stuck or not group.abort_ends():
+        groups = list(dist.distributed_c10d._world.pg_map)
+        if not _aborts_end(groups):
             keep_process_groups()
-        elif others_aborted or group.is_aborted:
+        elif any(one in _aborts for one in groups):
             abort_process_group()
         else:
             dist.destroy_process_group()
@@ -437,7 +438,9 @@ def abort_process_groups() -> None:
     groups = [
         group for group in dist.distributed_c10d._world.pg_map if hasattr(group, "abort")
     ]  # since torch 2.7
-    concurrent.futures.wait([_abort_once(group, group.abort) for group in groups], _ABORT_SECONDS)
+    for group in groups:
+        _abort_once(group, group.abort)
+    _aborts_end(groups)
 
 
 def keep_process_groups() -> None:
@@ -585,16 +588,6 @@ class TorchGroups:
         self._timeout = timeout
         for group in self._groups:
             group.set_timeout(timeout)
-
-    @property
-    def are_aborted(self) -> bool:
-        """Whether a group was aborted after a failure."""
-        return any(isinstance(group, TorchGroup) and group.is_aborted for group in self._groups)
-
-    @property
-    def are_stuck(self) -> bool:
-        """Whether the abort of a closed group has not ended."""
-        return any(isinstance(group, TorchGroup) and group.is_stuck for group in self._groups)
 
     def close(self) -> None:
         """Destroy the groups. Local."""
