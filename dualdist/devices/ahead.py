@@ -138,6 +138,10 @@ class Ahead:
                 error = mismatch
         return error
 
+    def unfinished(self) -> object:
+        """Return the last collective, None if it has ended. Local."""
+        return None if self._group is None else self._group.unfinished()
+
     def abort(self) -> None:
         """End the collectives in progress without the other members. Local."""
         if self._group is not None:

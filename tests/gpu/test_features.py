@@ -563,23 +563,36 @@ def test_forked_workers_bring_pinned_batches_and_end(either: World) -> None:
 
 
 def left(how: str, device: str, pipe: str) -> None:
-    """Leave on rank 1 in the middle of a step. Report on rank 0, which waits in item(), what its backward raises."""
+    """Leave on rank 1 in the middle of a step. Report on rank 0, which waits in item(), what its backward raises.
+
+    "killed at the end": rank 0 leaves, too.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun
     hvd.init()
     layers = nn.Sequential(hvd.SyncBatchNorm(64), nn.Linear(64, 64)).to(device)
     model: Any = hvd.DistributedDataParallel(layers, broadcast_buffers=False)
     for _ in range(2):
         model(torch.ones(8, 64, device=device)).sum().backward()
+    group = dist.new_group([0, 1])
     hvd.barrier()  # rank 0 has the results of the steps
     if hvd.rank() == 1:
         Path(pipe).read_bytes()  # until rank 0 is at its item()
-        if how == "killed":
+        if how in ("killed", "killed at the end"):
             os.kill(os.getpid(), signal.SIGKILL)
-        raise ValueError("of the script")
+        if how == "failed":
+            raise ValueError("of the script")
+        return  # as a rank with fewer batches
     loss = model(torch.ones(8, 64, device=device)).sum()  # the layer runs ahead, and waits for rank 1
+    if how == "killed":  # so does a group of the script
+        dist.all_reduce(loss.detach(), group=group)
     Path(pipe).write_bytes(b"")
     begun = time.monotonic()
+    if how == "killed at the end":
+        hvd.shutdown()
     loss.item()
+    if not hvd.is_initialized():
+        print("\nleft", flush=True)
+        return
     waited = time.monotonic() - begun
     try:
         loss.backward()
@@ -589,7 +602,7 @@ def left(how: str, device: str, pipe: str) -> None:
         print("\n" + json.dumps([type(error).__name__, str(error), waited, seconds]), flush=True)
 
 
-@pytest.mark.parametrize("how", ["killed", "failed"])
+@pytest.mark.parametrize("how", ["killed", "failed", "ended"])
 def test_a_rank_names_the_one_that_left_while_it_waited_in_item(
     how: str, record_property: Record, tmp_path: Path
 ) -> None:
@@ -601,6 +614,12 @@ def test_a_rank_names_the_one_that_left_while_it_waited_in_item(
     record_property("figure", f"{seconds:.1f} s")
     assert kind == "HorovodInternalError" and "rank 1" in text
     assert waited < 20 and seconds < 20
+
+
+def test_a_rank_that_leaves_does_not_wait_for_one_that_was_killed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    ended = launched(2, "left", "killed at the end", DEVICE, tmp_path / "pipe")
+    assert "\nleft\n" in ended.output and "the cause is rank 1." in ended.output
 
 
 # SyncBatchNorm.

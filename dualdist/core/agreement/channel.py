@@ -260,7 +260,7 @@ class Channel:
 
     def check_peers(self) -> None:
         """End the collectives in progress if a member has died. For devices, from a thread of its own. Local."""
-        self._guard.check_peers(self.observers)
+        self._guard.check_peers(self.observers, lambda: self.ahead and self.ahead.unfinished())
 
     def deadline(self) -> float:
         """Return when a wait that begins now has stalled, on the clock of `time.monotonic`. Local."""

@@ -148,20 +148,27 @@ class Guard:
         """Why no call can run any more; None while calls can run."""
         self._last: Call | None = None
         """The last call that has begun."""
-        self._has_lost_peer = False
-        """What `check_peers` has found."""
+        self._lost: object = None
+        """What `check_peers` has found: True, or a collective that waits for a rank that has left; None: nothing."""
         self._finding_cause = threading.Lock()
         """Held while `check_peers` asks the other ranks: the script goes on at once."""
 
-    def check_peers(self, observers: Observers) -> None:
+    def check_peers(self, observers: Observers, unfinished: Callable[[], object] = lambda: None) -> None:
         """If a peer has died or failed, end the collectives in progress and let every later call raise. Local.
 
         The host may wait for its device, and that for a peer. It must be gone in two checks: a call can raise first,
         and a rank that fails gives its last collectives 5 s to end. A rank that is no peer is known by what others say.
+        One that has left without an error may have ended its part, unless the same collective waits in both checks.
+
+        unfinished: returns the last collective that the host does not wait for, None if it has ended.
         """
-        others = any([gave_up() for gave_up in observers.others_gave_up])
-        had_lost, self._has_lost_peer = self._has_lost_peer, others or self._connections.has_failed_peer()
-        if self._broken is None and self._last is not None and had_lost and self._has_lost_peer:
+        before, self._lost = self._lost, None
+        if any([gave_up() for gave_up in observers.others_gave_up]) or self._connections.has_failed_peer():
+            self._lost = True
+        elif self._connections.peers_that_succeeded():
+            self._lost = unfinished()
+        is_lost = before is not None and self._lost in (True, before)
+        if self._broken is None and self._last is not None and is_lost:
             notes = observers.notes(GAVE_UP)
             with self._finding_cause:
                 failure = self._failure(observers, self._last, HorovodInternalError("a rank has ended"))

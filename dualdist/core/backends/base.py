@@ -158,6 +158,10 @@ class Group(ABC):
     def abandon(self) -> None:  # noqa: B027 - most groups share nothing with a forked process
         """In a forked process, close its copies of the sockets. Local."""
 
+    def unfinished(self) -> object:
+        """Return the last collective of a group of `new_device_group`, None if it has ended. Local."""
+        return None
+
     def abort(self) -> None:  # noqa: B027 - most transports notice a failure of a member themselves
         """End the collectives in progress after a failure, without the other members. No others follow. Local."""
 

@@ -157,6 +157,9 @@ class TorchGroup(Group):
         self._carried = carried
         self._device = device
         """The device to which the transport is bound."""
+        self.keeps_last = False
+        """Whether `unfinished` is used. The last collective keeps its tensors."""
+        self._last: dist.Work | None = None
 
     @property
     def is_aborted(self) -> bool:
@@ -177,6 +180,8 @@ class TorchGroup(Group):
         return self._device if self._device is not None and device.type == self._device.type else device
 
     def _started(self, work: dist.Work, tensor: torch.Tensor) -> Work:
+        if self.keeps_last:
+            self._last = work
         return _TorchWork(work, tensor.device, Patience(self.has_lost_member))
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
@@ -234,6 +239,12 @@ class TorchGroup(Group):
             setter(timeout)
         else:
             dist.distributed_c10d._set_pg_timeout(timeout, self._pg)
+
+    def unfinished(self) -> object:
+        last = self._last
+        with contextlib.suppress(RuntimeError):  # it has failed
+            return None if last is None or last.is_completed() else last
+        return None
 
     def abort(self) -> None:
         """Begin to end the kernels of NCCL, which otherwise wait for a dead peer until the timeout.
@@ -537,6 +548,7 @@ class TorchGroups:
     def make_for_device(self, ranks: Sequence[int]) -> Group:
         """Return a group over `ranks`, for tensors on the device alone. Collective over `ranks` alone."""
         made = self._make_members_group(ranks, without=("cpu",))
+        made.keeps_last = True
         self._groups.append(made)
         return made
 
