@@ -8,6 +8,7 @@ offset in the sequence, is enough to resume, also in a world of another size.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import random
 from abc import abstractmethod
@@ -383,6 +384,10 @@ class _Split(torch.utils.data.IterableDataset[T_co]):
         self._was_read = False
 
     def __iter__(self) -> Iterator[T_co]:
+        caller = inspect.currentframe()
+        while caller := caller and caller.f_back:
+            if caller.f_code is _Split.__iter__.__code__:  # another split reads this one through some dataset
+                raise _already_sharded("iterable")
         worker = torch.utils.data.get_worker_info()
         num_workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
         index = number * self.num_replicas + self.rank
@@ -418,10 +423,13 @@ def _check_unsharded(name: str, value: Any) -> None:
     """Raise ValueError if the argument `name`, or a sampler, a dataset or a loader in it, is sharded already."""
     sharded = (torch.utils.data.DistributedSampler, DealingSampler, _Split)
     if any(isinstance(part, sharded) for part in _parts(value, *_SAMPLERS, "dataset", "iterable")):
-        raise ValueError(
-            f"`{name}` must yield the samples of all ranks, but is already sharded over the ranks. "
-            "Pass what is inside it."
-        )
+        raise _already_sharded(name)
+
+
+def _already_sharded(name: str) -> ValueError:
+    return ValueError(
+        f"`{name}` must yield the samples of all ranks, but is already sharded over the ranks. Pass what is inside it."
+    )
 
 
 # Any sampler or batch sampler, sharded over the ranks.

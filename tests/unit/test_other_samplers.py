@@ -196,10 +196,14 @@ def test_what_is_already_sharded_is_refused() -> None:
         DataLoader(data, batch_sampler=BatchSampler(ours, 2, drop_last=False)),
         DataLoader(split),
     ]
+    refused = "` must yield the samples of all ranks, but is already"
     for sampler in (torchs, ours, split, BatchSampler(torchs, 2, drop_last=False), *loaders):
         for wrap in (DistributedSamplerWrapper, split_by_rank):
-            with pytest.raises(ValueError, match="` must yield the samples of all ranks, but is already"):
+            with pytest.raises(ValueError, match=refused):
                 wrap(sampler, 2, 0)
+    for hidden in (split + split, map(abs, split)):
+        with pytest.raises(ValueError, match=refused):
+            list(split_by_rank(hidden, 2, 0))
 
 
 def test_a_dataset_and_its_sampler_may_refer_to_each_other() -> None:
