@@ -76,8 +76,10 @@ def test_a_hook_that_removes_the_gradient_leaves_the_others_right(op: int, passe
 
 def remove_hooks(params: Iterable[Any], how: str, taken: list[Any]) -> None:
     for param in params:
-        if how == "cleared":
+        if how in ("cleared", "replaced"):
             param._post_accumulate_grad_hooks.clear()
+            if how == "replaced":
+                param.register_post_accumulate_grad_hook(lambda _: None)
         else:
             taken.append(param._post_accumulate_grad_hooks)  # somebody may still have it
             param._post_accumulate_grad_hooks = {"none": None, "dict": {}}[how]
@@ -85,8 +87,8 @@ def remove_hooks(params: Iterable[Any], how: str, taken: list[Any]) -> None:
 
 @pytest.mark.only_ci(where=lambda world, how: "horovod" in world and how != "cleared")
 @pytest.mark.parametrize("where", ["everywhere", "on rank 0"])
-@pytest.mark.parametrize("how", ["cleared", "none", "dict"])
-@pytest.mark.parametrize("style", ["optimizer", "module"])
+@pytest.mark.parametrize("how", ["cleared", "replaced", "none", "dict"])
+@pytest.mark.parametrize("style", ["optimizer", "sum", "module"])
 @everywhere
 def test_gradients_are_combined_although_a_library_removes_all_hooks(
     style: str, how: str, where: str
@@ -96,8 +98,9 @@ def test_gradients_are_combined_although_a_library_removes_all_hooks(
         model = Product(params)
         wrapped = hvd.DistributedDataParallel(model) if style == "module" else model
         optimizer: Any = torch.optim.SGD(params, lr=0.5)
-        if style == "optimizer":
-            optimizer = hvd.DistributedOptimizer(optimizer)
+        if style != "module":
+            optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Sum if style == "sum" else hvd.Average)
+        expected = torch.full((3,), (hvd.size() + 1) / 2 * (hvd.size() if style == "sum" else 1))
         taken: list[Any] = []
         removed: Any = params[:number] if where == "everywhere" or hvd.rank() == 0 else ()
         for step in range(4):
@@ -108,11 +111,12 @@ def test_gradients_are_combined_although_a_library_removes_all_hooks(
             if step and when == "before backward":
                 remove_hooks(removed, how, taken)
             outputs.backward()
+            found = [param.grad.clone() for param in params]
             if step and when == "before step":
                 remove_hooks(removed, how, taken)
             optimizer.step()
-            for param in params:
-                torch.testing.assert_close(param.grad, torch.full((3,), (hvd.size() + 1) / 2))
+            for grad in [*found, *(param.grad for param in params)]:
+                torch.testing.assert_close(grad, expected)
 
 
 @everywhere

@@ -78,8 +78,10 @@ class GradSync(Combiner):
         """Parameters that lack a hook."""
         self._hooks: list[dict[int, Any]] = []
         """All hooks on the complete gradients of each parameter that has one of ours."""
-        self._hook_counts = (0, 0)
-        """What `_count_hooks` returned when `watch` last looked at each parameter."""
+        self._watched: list[Any] = []
+        """Those dictionaries, and our hook in each. A script may remove it, or replace the dictionary."""
+        self._references = 0
+        """What `_count_references` returned when `watch` last looked at each parameter."""
         self._first = -1
         """The parameter whose gradient arrived first in the last backward. It has one more hook: `watch`."""
         self._arrivals = Arrivals(
@@ -162,7 +164,7 @@ class GradSync(Combiner):
 
         Returns the parameters, by index, from which it had removed them.
         """
-        is_changed = self._count_hooks() != self._hook_counts
+        is_changed = self._count_references() != self._references
         lost = {
             index
             for index, param in enumerate(self._params if is_changed else ())
@@ -174,14 +176,18 @@ class GradSync(Combiner):
             self._register(index)
         if found or is_changed:
             self._unhooked.difference_update(found)
-            tensors = [param.tensor for param in self._params if param.hooks]
-            self._hooks = [tensor._post_accumulate_grad_hooks or {} for tensor in tensors]
-            self._hook_counts = self._count_hooks()
+            hooked = [param for param in self._params if param.hooks]
+            self._hooks = [param.tensor._post_accumulate_grad_hooks or {} for param in hooked]
+            own = [
+                hooks.get(param.hooks[0].id, hooks) for param, hooks in zip(hooked, self._hooks, strict=True)
+            ]
+            self._watched = [*self._hooks, *own]
+            self._references = self._count_references()
         return lost
 
-    def _count_hooks(self) -> tuple[int, int]:
-        """Count hooks, and references to their dictionaries, which a script may replace: faster than to look at all."""
-        return sum(map(len, self._hooks)), sum(map(sys.getrefcount, self._hooks))
+    def _count_references(self) -> int:
+        """Count the references to what is watched: faster than to look at all parameters."""
+        return sum(map(sys.getrefcount, self._watched))
 
     def _register(self, index: int) -> None:
         param, tensor = self._params[index], self._tensors[index]
@@ -193,7 +199,7 @@ class GradSync(Combiner):
         if not self._averages:  # averaging equal averages again changes nothing
             before = not_compiled(functools.partial(self._before_gradient, index))
             param.hooks.append(tensor.register_hook(before))
-        elif index == self._first:
+        if index == self._first:
             param.hooks.append(tensor.register_hook(self.watch))
 
     def release(self) -> None:
@@ -201,7 +207,7 @@ class GradSync(Combiner):
         super().release()
         self._tensors.clear()
         self._unhooked.clear()
-        self._hooks, self._hook_counts = [], (0, 0)
+        self._hooks, self._watched, self._references = [], [], 0
         for param in self._params:
             param.release()
         # These two refer to this object: without them, it is freed at once.
