@@ -7,6 +7,7 @@ import pickle
 import types
 import warnings
 from abc import ABC
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -296,6 +297,20 @@ def test_an_optimizer_that_is_initialized_as_a_distributed_one_is_an_error(way: 
         by_hand.grad = torch.full((1,), hvd.rank() + 1.0)
         optimizer.step()
         assert (weight.item(), by_hand.item()) == (-1, -(hvd.size() + 1) / 2)
+
+
+@everywhere
+def test_a_gradient_that_the_script_sets_is_combined_although_it_has_removed_hooks_of_step() -> None:
+    weight, by_hand = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight, by_hand], lr=1.0))
+    for number in range(1, 4):
+        optimizer._optimizer_step_pre_hooks.clear()
+        optimizer._optimizer_step_post_hooks = OrderedDict()
+        optimizer.zero_grad()
+        weight.sum().backward()
+        by_hand.grad = torch.full((1,), hvd.rank() + 1.0)
+        optimizer.step()
+        assert (weight.item(), by_hand.item()) == (-number, -number * (hvd.size() + 1) / 2)
 
 
 @everywhere

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -218,17 +219,28 @@ def _distributed(
     elif options.process_set.included():
         owned = dataclasses.replace(options, owner=weakref.ref(optimizer))
         combiner = GradSync(named, owned, optimizer, passes, compares_late=compares_late)
+        combiner.after_combining = functools.partial(_hook_steps, weakref.ref(optimizer))
     combiner.fills = not isinstance(optimizer, torch.optim.SparseAdam)
     base = type(optimizer)
     optimizer.__class__ = subclass_of(base, SynchronizedOptimizer, __name__)
     synchronized = cast("SynchronizedOptimizer", optimizer)
     synchronized._base, synchronized._skipping, synchronized._combiner = base, False, combiner
     synchronized._options, synchronized._is_copy = options, compares_late
-    synchronized._step_hooks = [
-        optimizer.register_step_pre_hook(_before_step),
-        optimizer.register_step_post_hook(_after_step),
-    ]
+    synchronized._step_hooks = []
+    _hook_steps(lambda: synchronized)
     return synchronized
+
+
+def _hook_steps(reference: Callable[[], Any]) -> None:
+    """Let `step()` call `_before_step` and `_after_step`, also after a script has removed these hooks."""
+    if (optimizer := reference()) is None:
+        return
+    hooks = optimizer._step_hooks
+    if not hooks or any(hook.id not in (hook.hooks_dict_ref() or ()) for hook in hooks):
+        for hook in hooks:
+            hook.remove()
+        pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+        optimizer._step_hooks = [pre(_before_step), post(_after_step)]
 
 
 def subclass_of(base: type, kind: type, module: str) -> Any:
