@@ -86,6 +86,7 @@ def remove_hooks(params: Iterable[Any], how: str, taken: list[Any]) -> None:
 
 
 @pytest.mark.only_ci(where=lambda world, how: "horovod" in world and how != "cleared")
+@pytest.mark.only_ci(where=lambda style, how: style == "sum" and how != "replaced")
 @pytest.mark.parametrize("where", ["everywhere", "on rank 0"])
 @pytest.mark.parametrize("how", ["cleared", "replaced", "none", "dict"])
 @pytest.mark.parametrize("style", ["optimizer", "sum", "module"])
