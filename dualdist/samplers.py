@@ -360,8 +360,9 @@ def split_by_rank(
     with `drop_last`. Local.
 
     Args:
-        iterable: must yield the same items in the same order on all ranks, in every worker. It must not shuffle with
-            the global generators. A new pass starts with `iter(iterable)`: a generator has one.
+        iterable: must yield the same items in the same order on all ranks, in every worker, so not one that divides
+            itself among workers. It must not shuffle with the global generators. A new pass starts with
+            `iter(iterable)`: a generator has one.
         num_replicas, rank: None: the values of the joined world, read in this call, because workers may not know them.
         drop_last: leave out the last items if there are too few for all ranks and workers, so that all ranks get the
             same number.
