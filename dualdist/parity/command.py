@@ -41,11 +41,13 @@ from ..observation.hang import shown_place
 from ..observation.report import new_figure, save_figure
 from ..processes.command import whole_number
 from ..processes.variables import mpirun_command
-from .comparison import SETTINGS, Comparison, Difference, Record, compare
+from .comparison import Comparison, compare
+from .records import Difference, Record
 
 _PACKAGE = Path(__file__).parents[1]
 _CELL = re.compile(r"(\w+)\+(\w+)(?:@(\w+))?(?: ?x([0-9]+))?", re.ASCII)
 _LEFT, _RIGHT = "torch+gloo@torchrun", "horovod+gloo@horovodrun"
+_FORMAT = 2  # of a record; older releases write another one
 _TAIL = 25  # lines of a failed cell's output to show
 _WARNINGS = 5  # of each side to show
 _STACKS_SIGNAL = signal.SIGRTMIN + 5  # what the ranks of a cell that hangs answer with their stacks
@@ -179,9 +181,7 @@ def execute(args: argparse.Namespace) -> int:
 def _read(file: Path) -> Record:
     try:
         record: Record = json.loads(file.read_text())
-        if (
-            record["ranks"][0]["values"] and record["steps"] and "warnings" in record
-        ):  # not of an older release
+        if record["format"] == _FORMAT and record["ranks"][0]["values"] and record["steps"]:
             return record
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         pass
@@ -231,7 +231,8 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str], timeout: float | No
         raise ConfigurationError(f"{cell.name} could not run: {why}. Its last output:{shown}")
     warnings = dict.fromkeys(re.findall(r"\w*Warning: .*", "\n".join(lines)))
     seconds = time.monotonic() - began
-    return {"cell": cell.name, "steps": steps, "seconds": seconds, "warnings": [*warnings], "ranks": ranks}
+    found = {"cell": cell.name, "steps": steps, "seconds": seconds, "warnings": [*warnings], "ranks": ranks}
+    return found | {"format": _FORMAT}
 
 
 def _where(folder: Path, size: int) -> list[str]:
@@ -288,7 +289,7 @@ def _report(left: Record, right: Record, result: Comparison, tolerance: float) -
 
 
 def _place(found: Difference) -> str:
-    name = f" {'' if found.stage == SETTINGS else 'of '}{found.name}" if found.name else ""
+    name = f" {'' if found.stage == 'settings of the optimizer' else 'of '}{found.name}" if found.name else ""
     where = "before the first step" if found.step < 0 else f"step {found.step}"
     size = f", relative difference {found.size:.1e}" if math.isfinite(found.size) else ""
     return f"{where}, rank {found.rank}, {found.stage}{name}{size}"

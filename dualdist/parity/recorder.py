@@ -40,8 +40,7 @@ from ..compat.__main__ import run
 from ..core.backends import HOROVOD_BACKENDS
 from ..core.collectives.wire import dtype_name
 from ..core.launch.detect import detect
-from . import comparison as stages
-from .comparison import WIDTH
+from .records import WIDTH
 
 _LEAVE_SECONDS = 30
 """How long a rank that has recorded all steps waits for the others: one that leaves could break their last step."""
@@ -215,7 +214,7 @@ class Recorder:
     def __init__(self, folder: Path, steps: int, rank: int, size: int) -> None:
         self.folder, self.steps, self.rank, self.size = folder, steps, rank, size
         self.record: dict[str, Any] = {"rank": rank, "steps": 0, "values": []}
-        """What is written. `values`: see comparison.py."""
+        """What is written. `values`: see records.py."""
         self.record |= {"early_steps": 0, "summing_error": 0.0}
         self.params: dict[int, torch.Tensor] = {}
         """The parameters of optimizers by their ids; `names` has the names of those that a module has."""
@@ -232,7 +231,6 @@ class Recorder:
         """The whole model, in its forward."""
         self.outputs: list[Any] = []
         """The operations that its outputs are of."""
-        self.layers: dict[str, str] = {}
         self.dtypes: dict[int, str] = {}
         self.narrow: dict[int, str | None] = {}
         self.states: dict[str, str] = {}
@@ -275,9 +273,9 @@ class Recorder:
                 taken = short in self.names.values()
                 self.names.setdefault(id(tensor), f"{len(self.roots)}:{short}" if taken else short)
         if self.params and not self.has_begun:
-            self.add(stages.EARLY, self.named(self.early))
-            self.add(stages.WEIGHTS, self.named(self.prints(self.params.values())))
-            self.add(stages.BUFFERS, self.buffers())
+            self.add("weights before an early step", self.named(self.early))
+            self.add("initial weights", self.named(self.prints(self.params.values())))
+            self.add("initial buffers", self.buffers())
             self.has_begun = True
 
     @_while_training
@@ -286,7 +284,7 @@ class Recorder:
         shown += [f"{dtype_name(it.dtype)}{list(it.shape)}" for _, it in _tensors(arguments)]
         text = f"{function.__name__}({', '.join(shown)})"
         # Until the next forward, it belongs to the step before.
-        self.add(stages.COLLECTIVE, {"": text}, self.collectives, steps_ago=int(self.forwards == 0))
+        self.add("collective", {"": text}, self.collectives, steps_ago=int(self.forwards == 0))
         self.collectives += 1
 
     @_while_training
@@ -297,13 +295,13 @@ class Recorder:
             self.begin(module)
             weights = self.prints(self.params.values()) if self.forwards == 0 else {}
             if any(self.weights.get(key, known) != known for key, known in weights.items()):
-                self.add(stages.OUTSIDE, self.named(weights))
+                self.add("weights before the forward", self.named(weights))
             self.collectives *= self.forwards > 0
             batch = dict(_tensors(arguments))
             prints = {path: fingerprint(tensor) for path, tensor in batch.items()}
-            self.add(stages.BATCH, prints, self.forwards)
+            self.add("batch", prints, self.forwards)
             rows = (_rows(tensor) for tensor in batch.values() if tensor.dim() and 0 < len(tensor) < 10_000)
-            self.add(stages.SAMPLES, {"": next(rows, [])}, self.forwards)
+            self.add("samples", {"": next(rows, [])}, self.forwards)
             self.states = self.states or _random_states()
             self.root = module
             self.forwards += 1
@@ -315,11 +313,10 @@ class Recorder:
         self.dtypes.update({id(module): dtype_name(tensor.dtype) for tensor in [*tensors.values()][:1]})
         if module is self.root and self.depth == 0:
             layers = {without_wrappers(name): self.layer(made) for name, made in module.named_modules()}
-            if layers != self.layers:
-                self.add(stages.LAYERS, layers, self.forwards - 1)
+            self.add("layers", layers, self.forwards - 1)
             found = {path: fingerprint(tensor) for path, tensor in tensors.items()}
-            self.add(stages.OUTPUT, found, self.forwards - 1)
-            self.root, self.layers = None, layers
+            self.add("output of the model", found, self.forwards - 1)
+            self.root = None
             self.outputs = [tensor.grad_fn for tensor in tensors.values() if tensor.grad_fn is not None]
 
     def layer(self, module: torch.nn.Module) -> str:
@@ -338,16 +335,16 @@ class Recorder:
         first = next(_tensors(tensors), (None, None))[1]
         if first is not None:
             operations, targets, branches = _operations(first, self.outputs, self.reads_saved)
-            self.add(stages.OPERATIONS, {"": operations}, self.backwards)
-            self.add(stages.BRANCHES, branches, self.backwards)
-            self.add(stages.TARGETS, targets, self.backwards)
+            self.add("operations", {"": operations}, self.backwards)
+            self.add("branches", branches, self.backwards)
+            self.add("targets", targets, self.backwards)
         after, before = _random_states(), self.states
         states = {name: [state, state != after.get(name)] for name, state in before.items()}
-        self.add(stages.RANDOM, states, self.backwards)
+        self.add("random states", states, self.backwards)
         self.states, self.outputs = {}, []
         loss = first.item() if first is not None and first.numel() == 1 else None
-        self.add(stages.LOSS, {"": loss}, self.backwards)
-        self.add(stages.OWN, self.own, self.backwards)
+        self.add("loss", {"": loss}, self.backwards)
+        self.add("own gradient", self.own, self.backwards)
         self.backwards += 1
 
     @_while_training
@@ -376,7 +373,7 @@ class Recorder:
         reduced = {id(param): fingerprint(param.grad, True) for param in params if param.grad is not None}
         for key, known in reduced.items():
             known[-1] = self.narrow.get(key) or known[-1]  # before clipping, if it was reduced by then
-        self.add(stages.REDUCED, self.named(reduced))
+        self.add("reduced gradient", self.named(reduced))
         settings = {
             f"{name} of group {number}": len(value) if name == "params" else _plain(value)
             for number, group in enumerate(optimizer.param_groups)
@@ -385,7 +382,7 @@ class Recorder:
         }
         bases = [base for base in type(optimizer).__mro__ if not base.__module__.startswith(_WRAPPERS)]
         settings["class"] = bases[0].__name__
-        self.add(stages.SETTINGS, settings)
+        self.add("settings of the optimizer", settings)
         self.add_state(optimizer, params)
 
     def add_state(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
@@ -398,7 +395,7 @@ class Recorder:
                 if value is not None and (known[1] if is_print else known != 0):
                     found.setdefault(name, {})[f"{name} of {self.name(id(param))}"] = known
         for number, name in enumerate(sorted(found)):
-            self.add(stages.STATE, found[name], number)
+            self.add("state of the optimizer", found[name], number)
 
     @_while_training
     def see_step_end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -412,8 +409,8 @@ class Recorder:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             weights = self.prints(params)
             self.weights = self.weights | weights
-            self.add(stages.NEW_WEIGHTS, self.named(weights))
-            self.add(stages.NEW_BUFFERS, self.buffers())
+            self.add("weights after the step", self.named(weights))
+            self.add("buffers after the step", self.buffers())
             self.record["steps"] += 1
             self.forwards = self.backwards = 0
             if self.record["steps"] == self.steps:

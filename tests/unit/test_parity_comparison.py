@@ -15,34 +15,16 @@ import torch
 
 from dualdist.cli import main
 from dualdist.errors import ConfigurationError
+from dualdist.parity.causes import _CAUSES
 from dualdist.parity.command import parse_cell
-from dualdist.parity.comparison import (
-    _CAUSES,
-    BATCH,
-    BRANCHES,
-    BUFFERS,
-    COLLECTIVE,
-    EARLY,
-    LAYERS,
-    LOSS,
-    NEW_BUFFERS,
-    NEW_WEIGHTS,
-    OPERATIONS,
-    OUTPUT,
-    OUTSIDE,
-    OWN,
-    RANDOM,
-    REDUCED,
-    SAMPLES,
-    SETTINGS,
-    STATE,
-    TARGETS,
-    WEIGHTS,
-    compare,
-    difference,
-)
+from dualdist.parity.comparison import compare
 from dualdist.parity.recorder import _operations, fingerprint
+from dualdist.parity.records import COMPARED, difference
 
+WEIGHTS, BUFFERS, OUTSIDE, BATCH, OUTPUT, TARGETS, LOSS, OWN, *IN_STEP = COMPARED
+REDUCED, SETTINGS, STATE, NEW_WEIGHTS, NEW_BUFFERS = IN_STEP
+EARLY, SAMPLES, LAYERS, RANDOM = "weights before an early step", "samples", "layers", "random states"
+OPERATIONS, BRANCHES, COLLECTIVE = "operations", "branches", "collective"
 STEPS, PASSES = 4, 2
 Record = dict[str, Any]
 Fault = Callable[[Record], None]
@@ -100,7 +82,7 @@ def record(size: int = 2) -> Record:
             ]
         head = {"early_steps": 0, "summing_error": 1e-7, "threads": 1, "torch": "2.15", "device": "cpu"}
         ranks.append(head | {"rank": rank, "values": entries, "steps": STEPS})
-    return {"cell": "cell", "steps": 100, "seconds": 1.0, "warnings": [], "ranks": ranks}
+    return {"cell": "cell", "steps": 100, "seconds": 1.0, "warnings": [], "ranks": ranks, "format": 2}
 
 
 def put(changed: Record, step: int, stage: str, value: Any, rank: int | None = None, number: int = 0) -> None:
