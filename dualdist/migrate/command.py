@@ -22,19 +22,14 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import difflib
 import functools
 import importlib.util
-import io
 import itertools
 import os
 import re
 import sys
-import tokenize
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,26 +37,17 @@ import dualdist
 
 from ..compat import MODULES
 from ..core.backends import TRANSPORTS
-from ..core.launch import LAUNCHERS
-from ..errors import ConfigurationError
-from .notebook import HIDDEN, Notebook
-
-CHANGE, BY_HAND, NOT_NEEDED, DIFFERS = "change", "by hand", "not needed", "differs"
-
-Edit = tuple[int, int, str]
-"""The first character of a part of the source, its end, and its new text."""
-_SOURCE = f"readable source of Python {sys.version_info.major}.{sys.version_info.minor}"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report, and the edits that make the change."""
-
-    line: int
-    kind: str
-    text: str
-    edits: tuple[Edit, ...] = ()
-
+from .notebook import HIDDEN
+from .source import (
+    SET_BY_INIT,
+    SOURCE_RULE,
+    VARIABLES,
+    Edit,
+    Finding,
+    Source,
+    lines_of,
+    usable,
+)
 
 _COMPAT = "`python -m dualdist.compat` runs the script as it is"
 _OF_HOROVOD = {
@@ -110,21 +96,6 @@ _STARTERS = ("spawn", "start_processes", "Process")
 _STARTING_PACKAGES = ("torch", "multiprocessing")
 """Functions that start processes which no launcher knows, and the packages that have them."""
 
-_VARIABLES = {
-    variable: (number, row.name)
-    for row in reversed(LAUNCHERS)
-    for number in ("rank", "size", "local_rank", "local_size")
-    if (variable := getattr(row, number)) and not variable.startswith("DUALDIST_")
-} | {
-    "HOROVOD_CROSS_RANK": ("cross_rank", "horovodrun"),
-    "HOROVOD_CROSS_SIZE": ("cross_size", "horovodrun"),
-    "SLURM_NTASKS": ("size", "srun"),
-    "SLURM_NPROCS": ("size", "srun"),
-    "MASTER_ADDR": ("", "torchrun"),
-    "MASTER_PORT": ("", "torchrun"),
-}
-"""Variable of a launcher -> dualdist's function for its value, and the launcher."""
-_SET_BY_INIT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TRANSPORTS = [name for name, transport in TRANSPORTS.items() if not transport.needs_mpi]
 
 
@@ -152,20 +123,18 @@ def execute(args: argparse.Namespace) -> int:
             print("\n".join(lines or [f"{source.path}: nothing to change"]))
     for source in sources if args.write else ():
         if texts[source] != source.raw:
-            with _usable(source.path, "writable"):  # in place, so that mode and links stay
+            with usable(source.path, "writable"):  # in place, so that mode and links stay
                 Path(source.path).write_bytes(texts[source].encode(source.encoding))
-    left = {BY_HAND} if args.write else {BY_HAND, CHANGE}
+    left = {"by hand"} if args.write else {"by hand", "change"}
     return int(any(finding.kind in left for finding in itertools.chain(*reports.values())))
 
 
 def _changed(source: Source, findings: Sequence[Finding]) -> str:
     text = source.text
     edits = dict.fromkeys(edit for finding in findings for edit in finding.edits)
-    for start, end, new in reversed(
-        sorted(edits, key=lambda edit: edit[:2])
-    ):  # several at one place keep their order
+    for start, end, new in sorted(edits, key=lambda edit: edit[:2])[::-1]:  # those of one place keep their order
         text = text[:start] + new + text[end:]
-    with _usable(source.path, _SOURCE):
+    with usable(source.path, SOURCE_RULE):
         ast.parse(text, source.path)
     return source.notebook.changed(text) if source.notebook else text
 
@@ -173,167 +142,13 @@ def _changed(source: Source, findings: Sequence[Finding]) -> str:
 def _print_diff(source: Source, text: str) -> None:
     # In the file's own encoding, so that `patch` can use it. As GNU diff, which ends a name with spaces by a tab.
     encoding = source.encoding.removesuffix("-sig")
-    before, after = ([line.encode(encoding) for line in _lines(whole)] for whole in (source.raw, text))
+    before, after = ([line.encode(encoding) for line in lines_of(whole)] for whole in (source.raw, text))
     names = [os.fsencode(f"{side}/{source.path}" + "\t" * (" " in source.path)) for side in "ab"]
     lines = difflib.diff_bytes(difflib.unified_diff, before, after, names[0], names[1])
     sys.stdout.flush()
     for line in lines:
         sys.stdout.buffer.write(line if line[-1:] in b"\r\n" else line + b"\n\\ No newline at end of file\n")
     sys.stdout.buffer.flush()
-
-
-def _lines(text: str) -> list[str]:
-    """Return the lines of Python with their ends. str.splitlines knows more ends, such as a form feed."""
-    return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z", text)
-
-
-@contextlib.contextmanager
-def _usable(path: str, rule: str) -> Iterator[None]:
-    """Raise ConfigurationError where the block cannot read, parse or write a file."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the script's strings
-            yield
-    except (OSError, SyntaxError, ValueError, LookupError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigurationError(f"FILE must be {rule}, but {path} is not: {reason}.") from None
-
-
-class Source:
-    """A file, and what the names in it mean.
-
-    A name has a meaning only if all its bindings in the file agree, in whatever scope they are.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        with _usable(path, _SOURCE):
-            data = Path(path).read_bytes()
-            self.encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-            self.raw, ending = data.decode(self.encoding), Path(path).suffix.lower()
-            if ending not in (".py", ".ipynb") and (ending or data[:2] != b"#!"):
-                raise ValueError("its name ends neither in .py nor in .ipynb")
-            self.notebook = Notebook(self.raw) if ending == ".ipynb" else None
-            self.text = self.notebook.text if self.notebook else self.raw
-            self.tree = ast.parse(self.text, path)
-        self.lines = _lines(self.text)
-        self.starts = list(itertools.accumulate(map(len, self.lines), initial=0))
-        self.nodes: list[Any] = list(ast.walk(self.tree))
-        self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
-        self.bindings: dict[str, list[tuple[Any, str]]] = {}
-        """Name -> the nodes that bind it, and the module or attribute that it then means; "" for anything else."""
-        for node in self.nodes:
-            for name, meaning in _bound(node):
-                self.bindings.setdefault(name, []).append((node, meaning))
-        meanings = [meaning for bound in self.bindings.values() for _, meaning in bound]
-        self.packages = {meaning.partition(".")[0] for meaning in meanings}
-        self.imported = {part for meaning in meanings for part in meaning.split(".")}
-        top = [name for name in self.bindings if self.meaning(name) in ("dualdist", "horovod.torch")]
-        self.imports_dualdist = bool(top)
-        self.module = top[0] if top else "hvd" if "hvd" not in self.bindings else "dualdist"
-        """The name of dualdist in this file, or the one that it gets."""
-        self.joins = [call for package in ("horovod", "dualdist") for call in self.calls(package, "init")]
-        options = [
-            call for call in self.nodes if getattr(getattr(call, "func", 0), "attr", "") == "add_argument"
-        ]
-        flags = {call: {getattr(flag, "value", "") for flag in call.args} for call in options}
-        options = [call for call in options if flags[call] & {"--local_rank", "--local-rank"}]
-        self.options = [call for call in options if "LOCAL_RANK" not in self.segment(call)]
-        """The calls that add an option --local_rank with another default than LOCAL_RANK."""
-        self.accesses = [(node, *access) for node in self.nodes if (access := _access(self, node))]
-        """The strings that name launchers' variables: each with the variable, and whether it is set."""
-
-    def place(self, line: int) -> str:
-        """Return how the report names a line."""
-        return f"{self.path}:{self.notebook.place(line) if self.notebook else line}"
-
-    def span(self, node: Any) -> tuple[int, int]:
-        """Return the first character of a node, and its end. (ast counts bytes of UTF-8 in each line.)"""
-        places = ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
-        lines = [(line - 1, self.lines[line - 1].encode()[:byte].decode()) for line, byte in places]
-        first, end = (self.starts[line] + len(before) for line, before in lines)
-        return first, end
-
-    def segment(self, node: Any) -> str:
-        """Return the text of a node."""
-        return self.text[slice(*self.span(node))]
-
-    def change(self, node: Any, new: str, text: str) -> Finding:
-        """Return the finding that replaces an expression. Before Python 3.12, ast misplaces some in f-strings."""
-        try:
-            is_there = ast.unparse(ast.parse(f"({self.segment(node)}\n)")) == ast.unparse(node)
-        except (SyntaxError, ValueError, IndexError):
-            is_there = False
-        edits = ((*self.span(node), new),) if is_there else ()
-        return Finding(node.lineno, CHANGE if is_there else BY_HAND, text, edits)
-
-    def meaning(self, name: str) -> str:
-        """Return what a name is imported from; "" if it is bound in another way, too, except to None."""
-        pairs = [
-            (getattr(self.parents[node], "value", 0), meaning)
-            for node, meaning in self.bindings.get(name, ())
-        ]
-        bound = {meaning for value, meaning in pairs if meaning or getattr(value, "value", 0) is not None}
-        return bound.pop() if len(bound) == 1 else ""
-
-    def dotted(self, node: Any) -> str:
-        """Return what a name or a chain of attributes means, such as torch.distributed.get_rank; "" if unknown."""
-        if isinstance(node, ast.Attribute):
-            return f"{value}.{node.attr}" if (value := self.dotted(node.value)) else ""
-        return self.meaning(node.id) if isinstance(node, ast.Name) else ""
-
-    def calls(self, package: str, name: str) -> list[Any]:
-        """Return the calls of a function, wherever the package has it."""
-        found = [(node, self.dotted(node.func)) for node in self.nodes if isinstance(node, ast.Call)]
-        return [node for node, path in found if path.startswith(f"{package}.") and path.endswith(f".{name}")]
-
-    def values(self, node: Any, depth: int = 3) -> list[Any]:
-        """Return the expressions of which an expression has the value: of a variable, all that the file assigns."""
-        parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else []
-        if isinstance(node, ast.Name):
-            parents = [self.parents[bound] for bound, _ in self.bindings.get(node.id, ())]
-            is_known = all(isinstance(parent, ast.Assign) for parent in parents)
-            parts = [each.value for each in parents] if is_known else []
-        found = [value for part in parts if depth for value in self.values(part, depth - 1)]
-        return found or [node]
-
-    def function(self, node: Any) -> Any:
-        """Return the function that a node is in, or the module."""
-        while not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
-            node = self.parents[node]
-        return node
-
-
-def _bound(node: Any) -> Iterator[tuple[str, str]]:
-    """Yield the names that a node binds, and the module or attribute that each then means; "" for anything else."""
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            root = alias.name.partition(".")[0]
-            yield (alias.asname, alias.name) if alias.asname else (root, root)
-    elif isinstance(node, ast.ImportFrom):
-        for alias in node.names:
-            yield alias.asname or alias.name, "" if node.level else f"{node.module}.{alias.name}"
-    elif isinstance(node, ast.Name):
-        if not isinstance(node.ctx, ast.Load):
-            yield node.id, ""
-    elif not isinstance(node, ast.alias | ast.keyword):
-        # Arguments, functions, classes, exceptions and patterns.
-        names = (getattr(node, field, None) for field in ("arg", "name", "rest"))
-        yield from ((name, "") for name in names if isinstance(name, str))
-
-
-def _access(source: Source, node: Any) -> tuple[str, bool] | None:
-    """Return the launcher's variable that a string names, and whether it is set there; None for other nodes."""
-    name, parent = str(getattr(node, "value", None)), source.parents.get(node)
-    if not isinstance(node, ast.Constant) or name not in _VARIABLES:
-        return None
-    function = getattr(parent, "func", None) or getattr(parent, "value", None)
-    place = function or getattr(parent, "comparators", [None])[0]
-    is_environment = source.dotted(place).startswith(("os.environ", "os.getenv"))
-    if not is_environment and name in _SET_BY_INIT:  # RANK may be any word
-        return None
-    is_stored = isinstance(getattr(parent, "ctx", None), ast.Store)
-    return name, is_environment and (is_stored or source.dotted(function).endswith(".setdefault"))
 
 
 # Horovod's names in dualdist
@@ -367,10 +182,10 @@ def _horovod(source: Source) -> Iterator[Finding]:
         elif isinstance(node, ast.ImportFrom) and not node.level and _is_horovod(node.module or ""):
             yield _import_from(source, node, node.module or "")
         elif isinstance(node, ast.Constant) and re.fullmatch(r"horovod(\.\w+)+", str(node.value)):
-            yield Finding(node.lineno, BY_HAND, f"{node.value!r}: if it is imported, import dualdist")
+            yield Finding(node.lineno, "by hand", f"{node.value!r}: if it is imported, import dualdist")
     for number, line in enumerate(source.lines if source.notebook else (), 1):
         if HIDDEN in line and re.search(r"\bhorovod\.|import\s+horovod", line):
-            yield Finding(number, BY_HAND, "not read, because the line or its cell is not Python")
+            yield Finding(number, "by hand", "not read, because the line or its cell is not Python")
     used = {node: path for node in source.nodes if _is_horovod(path := source.dotted(node))}
     made = [source.parents[call] for call in source.calls("horovod", "DistributedOptimizer")]
     optimizers = {ast.unparse(target) for node in made for target in getattr(node, "targets", ())}
@@ -384,15 +199,15 @@ def _horovod(source: Source) -> Iterator[Finding]:
         yield from _use(source, node, module, name)
         rule = f"elastic.{name}" if "elastic" in module else name
         if rule in _OF_HOROVOD:
-            yield Finding(node.lineno, DIFFERS, f"{rule}() {_OF_HOROVOD[rule]}")
+            yield Finding(node.lineno, "differs", f"{rule}() {_OF_HOROVOD[rule]}")
         elif name == "nccl_built" and any(other.endswith(".Adasum") for other in used.values()):
-            yield Finding(node.lineno, BY_HAND, _ADASUM)
+            yield Finding(node.lineno, "by hand", _ADASUM)
     for node in source.nodes if optimizers else ():
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in optimizers:
             if node.attr in ("synchronize", "skip_synchronize"):
-                yield Finding(node.lineno, NOT_NEEDED, f"{node.attr}(): {_SYNCHRONIZE}")
+                yield Finding(node.lineno, "not needed", f"{node.attr}(): {_SYNCHRONIZE}")
             elif node.attr in _PRIVATE:
-                yield Finding(node.lineno, BY_HAND, f"dualdist's optimizers have no {node.attr}; {_COMPAT}")
+                yield Finding(node.lineno, "by hand", f"dualdist's optimizers have no {node.attr}; {_COMPAT}")
 
 
 def _is_horovod(path: str) -> bool:
@@ -402,21 +217,21 @@ def _is_horovod(path: str) -> bool:
 def _import(source: Source, node: ast.Import, alias: ast.alias) -> Finding:
     home, start = _home(alias.name), source.span(alias)[0]
     if not home:
-        return Finding(node.lineno, BY_HAND, f"dualdist has no public module in place of {alias.name}")
+        return Finding(node.lineno, "by hand", f"dualdist has no public module in place of {alias.name}")
     if not source.text.startswith(alias.name, start) or not (alias.asname or source.meaning("horovod")):
         text = f"import {home}; the name `horovod` has another meaning in this file, too"
-        return Finding(node.lineno, BY_HAND, text)
+        return Finding(node.lineno, "by hand", text)
     text = f"import {home} instead of {alias.name}"
     if isinstance(source.parents[node], ast.Try):
         text += ", which fails only where dualdist is not installed"
-    return Finding(node.lineno, CHANGE, text, ((start, start + len(alias.name), home),))
+    return Finding(node.lineno, "change", text, ((start, start + len(alias.name), home),))
 
 
 def _import_from(source: Source, node: ast.ImportFrom, module: str) -> Finding:
     names, (start, end) = [alias.name for alias in node.names], source.span(node)
     if len(names) == 1 and _home(f"{module}.{names[0]}") == "dualdist":  # `from horovod import torch as hvd`
         text = f"import dualdist as {node.names[0].asname or names[0]}"
-        return Finding(node.lineno, CHANGE, text, ((start, end, text),))
+        return Finding(node.lineno, "change", text, ((start, end, text),))
     homes = [_home(module, name) for name in names]
     found = re.compile(rf"from[ \t]+({re.escape(module)})(?=\s)").match(source.text, start)
     if "" in homes or len(set(homes)) > 1 or found is None:
@@ -425,9 +240,9 @@ def _import_from(source: Source, node: ast.ImportFrom, module: str) -> Finding:
         text = (
             "; ".join(there) if names != ["*"] else "functions of the same names: replace * by those in use"
         )
-        return Finding(node.lineno, BY_HAND, f"dualdist has {text}. {_COMPAT}")
+        return Finding(node.lineno, "by hand", f"dualdist has {text}. {_COMPAT}")
     text = f"import from {homes[0]} instead of {module}"
-    return Finding(node.lineno, CHANGE, text, ((*found.span(1), homes[0]),))
+    return Finding(node.lineno, "change", text, ((*found.span(1), homes[0]),))
 
 
 def _use(source: Source, node: Any, module: str, name: str) -> Iterator[Finding]:
@@ -440,7 +255,7 @@ def _use(source: Source, node: Any, module: str, name: str) -> Iterator[Finding]
     start, base = ("dualdist", "dualdist") if is_renamed else (root.id, _home(imported))
     home, written = _home(module, name), ast.unparse(node)
     if not base or not home or not f"{home}.".startswith(f"{base}."):
-        yield Finding(node.lineno, BY_HAND, f"dualdist has no public {written}; {_COMPAT}")
+        yield Finding(node.lineno, "by hand", f"dualdist has no public {written}; {_COMPAT}")
     elif (new := ".".join(filter(None, [start + home[len(base) :], name]))) != written:
         yield source.change(node, new, f"write {new} instead of {written}")
 
@@ -494,7 +309,7 @@ class Job:
 
     def _needs_launcher(self, source: Source) -> bool:
         """Return whether a file reads what a launcher has set, and perhaps before init_process_group."""
-        reads = [node for node, name, is_set in source.accesses if _VARIABLES[name][0] and not is_set]
+        reads = [node for node, name, is_set in source.accesses if VARIABLES[name][0] and not is_set]
         early = [node for node in reads if node.lineno <= self._after.get(source.function(node), node.lineno)]
         return bool({*early, *source.options} - self._in_arguments)
 
@@ -504,7 +319,7 @@ class Job:
         if not self.uses_hvd and not self.arguments:
             text = "no file calls init_process_group(): give all files of the job"
             for name in ("DistributedDataParallel", "DistributedSampler"):
-                found += [Finding(call.lineno, BY_HAND, text) for call in source.calls("torch", name)]
+                found += [Finding(call.lineno, "by hand", text) for call in source.calls("torch", name)]
         else:
             found += [*self._replacements(source), *self._torch(source), *self._variables(source)]
         return sorted(dict.fromkeys(found), key=lambda finding: finding.line)
@@ -526,14 +341,14 @@ class Job:
                     new, node = f"{new}({_listed(kept, start.numbers)})", call
                     if lost := _listed(start.lost, lost):
                         advice = "hvd.init() chooses the transport, and the first one takes transport= and timeout="
-                        yield Finding(call.lineno, DIFFERS, f"{lost} goes: {advice}")
+                        yield Finding(call.lineno, "differs", f"{lost} goes: {advice}")
                 yield source.change(node, new, f"{module}.{name}() {text}")
                 edited |= set(ast.walk(node))
                 if name == "DistributedDataParallel":
-                    yield from (Finding(call.lineno, DIFFERS, difference) for difference in _OF_DDP)
+                    yield from (Finding(call.lineno, "differs", difference) for difference in _OF_DDP)
                     for key in call.keywords:
                         if key.arg in ("find_unused_parameters", "static_graph"):
-                            yield Finding(key.lineno, NOT_NEEDED, f"{key.arg} has no effect")
+                            yield Finding(key.lineno, "not needed", f"{key.arg} has no effect")
         for node in source.nodes if self.replaces else ():
             if self.starts.get(node):
                 text = "the launcher starts the processes, as in `dualdist run -np 2 python train.py`"
@@ -546,7 +361,7 @@ class Job:
         loads = {node.id for node in source.nodes if isinstance(node, ast.Name) and node not in edited}
         for name in sorted({node.id for node in edited if isinstance(node, ast.Name)} - loads):
             for node, meaning in source.bindings[name] if source.meaning(name).startswith("torch") else ():
-                yield Finding(node.lineno, NOT_NEEDED, f"the import of {meaning}: nothing else uses it")
+                yield Finding(node.lineno, "not needed", f"the import of {meaning}: nothing else uses it")
 
     def _first_lines(self, source: Source, is_edited: bool) -> Iterator[Finding]:
         """Yield the imports that the changes need, and the first call of a file that is started."""
@@ -575,20 +390,20 @@ class Job:
         for node in source.nodes:
             path = source.dotted(node)
             if node in self.starts and self.arguments and not self.replaces:
-                yield Finding(node.lineno, BY_HAND, _ALONE)
+                yield Finding(node.lineno, "by hand", _ALONE)
             elif node in self.arguments and not self.replaces:
                 why = "what starts it is to be changed by hand, or not among the files"
                 why = why if is_certain else "its arguments, here or in another file, are not certain"
-                yield Finding(node.lineno, BY_HAND, _EXEC.format(why))
+                yield Finding(node.lineno, "by hand", _EXEC.format(why))
             elif node in source.options and self.uses_hvd and not self.replaces:
-                yield Finding(node.lineno, BY_HAND, f"{_OPTION}: use hvd.local_rank()")
+                yield Finding(node.lineno, "by hand", f"{_OPTION}: use hvd.local_rank()")
             elif path == "apex.parallel.DistributedDataParallel":
-                yield Finding(node.lineno, BY_HAND, "use hvd.DistributedDataParallel()")
+                yield Finding(node.lineno, "by hand", "use hvd.DistributedDataParallel()")
             elif path == "mpi4py.MPI.COMM_WORLD":
-                yield Finding(node.lineno, BY_HAND, _MPI)
+                yield Finding(node.lineno, "by hand", _MPI)
             elif path == "torch.distributed.is_initialized" and self.has_horovod:
                 text = "is_initialized() is True after hvd.init(); with Horovod it is not"
-                yield Finding(node.lineno, DIFFERS, text)
+                yield Finding(node.lineno, "differs", text)
 
     def _variables(self, source: Source) -> Iterator[Finding]:
         """Yield what there is to say about the environment variables that launchers set."""
@@ -600,20 +415,20 @@ class Job:
             after = {source.tree: after.get(source.tree, 0)}
         early = [node for node, _, is_set in source.accesses if not is_set]
         early = [node for node in early if node.lineno <= after.get(source.function(node), 0)]
-        is_torchs_too = any(name in _SET_BY_INIT for _, name, _ in source.accesses)
+        is_torchs_too = any(name in SET_BY_INIT for _, name, _ in source.accesses)
         for node, name, is_set in source.accesses:
             if self.replaces and node in self._in_arguments:
                 continue
-            (number, launcher), is_torchs = _VARIABLES[name], name in _SET_BY_INIT
+            (number, launcher), is_torchs = VARIABLES[name], name in SET_BY_INIT
             whole = source.parents[source.parents[node]]
             is_tested = isinstance(source.parents[node], ast.Compare) and is_torchs_too
             if is_set and is_torchs:
                 text = f"setting {name}: hvd.init() sets it, and `dualdist exec` before the script starts"
                 edits = _removal(source, node, joins) if self.replaces else ()
-                yield Finding(node.lineno, CHANGE if edits else NOT_NEEDED, text, edits)
+                yield Finding(node.lineno, "change" if edits else "not needed", text, edits)
             elif is_set:
                 text = f"{name} is set here: {launcher} sets it, and dualdist reads it"
-                yield Finding(node.lineno, BY_HAND, text)
+                yield Finding(node.lineno, "by hand", text)
             elif self.replaces and self.is_first and (is_torchs or is_tested):
                 continue
             elif self.replaces and self.is_first and number and not self.starts and _is_int(whole):
@@ -623,10 +438,10 @@ class Job:
                 uses = [f"use hvd.{number}()"] * bool(number)
                 uses += ["read it after hvd.init(), which sets it"] * is_torchs
                 text = f"{name} is a variable of {launcher}: {' or '.join(uses)}"
-                yield Finding(node.lineno, BY_HAND, text)
+                yield Finding(node.lineno, "by hand", text)
             elif not has_init and not is_torchs:
                 text = f"reading {name}: `dualdist exec` sets torchrun's variables under every launcher"
-                yield Finding(node.lineno, NOT_NEEDED, text)
+                yield Finding(node.lineno, "not needed", text)
 
 
 def _given(call: Any, names: Sequence[str]) -> dict[str | None, Any]:
@@ -672,7 +487,7 @@ def _local_rank_default(source: Source, call: Any) -> Finding:
     start, end = source.span(keys.get("default") or keys.get("required") or [*call.args, *call.keywords][-1])
     new = f'default=int(os.environ.get("LOCAL_RANK", {value}))'
     edit = (start, end, new) if {"default", "required"} & keys.keys() else (end, end, f", {new}")
-    return Finding(call.lineno, CHANGE, f"{_OPTION}: LOCAL_RANK is its default", (edit,))
+    return Finding(call.lineno, "change", f"{_OPTION}: LOCAL_RANK is its default", (edit,))
 
 
 def _is_int(node: Any) -> bool:
@@ -731,7 +546,7 @@ def _is_number(source: Source, node: Any, number: str) -> bool:
         of_mpi = re.fullmatch(rf"(.+)\.(?:Get_{number}\(\)|{number})", text)
         comms = source.values(ast.parse(of_mpi[1], mode="eval").body) if of_mpi else []
         is_comm = bool(comms) and all(source.dotted(comm) == "mpi4py.MPI.COMM_WORLD" for comm in comms)
-        if not is_comm and (read is None or _VARIABLES.get(read[1], ("",))[0] != number):
+        if not is_comm and (read is None or VARIABLES.get(read[1], ("",))[0] != number):
             return False
     return True
 
@@ -772,4 +587,4 @@ def _inserted(source: Source, node: Any, text: str, why: str) -> Finding:
     line = min(each.lineno for each in [node, *getattr(node, "decorator_list", ())])
     start, ending = source.starts[line - 1], re.search(r"[\r\n]+\Z", source.lines[line - 1])
     end = ending[0] if ending else "\n"
-    return Finding(line, CHANGE, why, ((start, start, text.replace("\n", end) + end),))
+    return Finding(line, "change", why, ((start, start, text.replace("\n", end) + end),))
