@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from dualdist.devices.ahead import Ahead
 
 from ..helpers.exchanges import exchanges
 from ..helpers.files import wait_for
+from ..helpers.styles import sgd
 from ..helpers.world import WORLDS, everywhere, started
 
 
@@ -106,8 +107,7 @@ class Network(nn.Module):
 
 def prepared() -> tuple[Network, torch.optim.Optimizer]:
     model = Network()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+    return model, sgd(model.parameters(), lr=0.1, named_parameters=model.named_parameters())
 
 
 def step(model: Network, optimizer: torch.optim.Optimizer, count: int = 3) -> None:
@@ -148,8 +148,7 @@ def test_layers_of_some_ranks_are_agreed_on_once_too() -> None:
     model = nn.Sequential(*(hvd.SyncBatchNorm(4, process_set=pair) for _ in range(3)))
     if not pair.included():
         model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3)))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+    optimizer = sgd(model.parameters(), lr=0.1, named_parameters=model.named_parameters())
     with devices(current().channels[pair.process_set_id or 0], pair.ranks or []):
         for _ in range(3):
             with exchanges() as messages:
@@ -224,44 +223,6 @@ def test_a_rank_that_runs_no_layer_raises_on_all_ranks() -> None:
             step(model.train(), optimizer)
 
 
-@pytest.mark.parametrize("has_sparse", [False, True])
-@pytest.mark.ranks(2)
-@pytest.mark.world_kinds("torch-gloo")
-@everywhere
-def test_another_call_in_place_of_a_backward_raises_although_nccl_connects_late(has_sparse: bool) -> None:
-    """The double of NCCL: the first allreduce of a size returns when all ranks have made it.
-
-    The buckets have other sizes after a backward in which a gradient turns out to be sparse.
-    """
-    context, connected = current(), set()
-    gradients = context.channels[0].gradients
-    allreduce = gradients.allreduce_
-
-    def connecting(tensor: torch.Tensor, op: int, tag: str = "") -> Work:
-        work = allreduce(tensor, op, tag)
-        if tensor.nbytes not in connected:
-            connected.add(tensor.nbytes)
-            work.wait()
-            return Done()
-        return work
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "allreduce_", connecting)
-        patch.setattr(context.backend, "runs_ahead", True)
-        patch.setattr(context.channels[0]._connections, "_timeout", 5.0)
-        model = nn.Sequential(nn.Embedding(2, 4, sparse=has_sparse), nn.Linear(4, 3))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        if has_sparse:
-            model(torch.ones(1, dtype=torch.long)).sum().backward()
-            optimizer.step()
-        with pytest.raises(hvd.CollectiveMismatchError):
-            if hvd.rank() == 0:
-                model(torch.ones(1, dtype=torch.long)).sum().backward()
-                optimizer.step()
-            else:
-                hvd.allreduce(torch.ones(1), name="loss")
-
-
 class Remembering(Compressor):
     """A compressor of a user, which remembers what it compresses."""
 
@@ -280,8 +241,7 @@ def test_a_compressor_of_the_user_gets_gradients_alone() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(current().backend, "runs_ahead", True)
         weight = nn.Parameter(torch.ones(2))
-        optimizer: Any = torch.optim.SGD([weight], lr=0.1)
-        optimizer = hvd.DistributedOptimizer(optimizer, compression=Remembering)
+        optimizer = sgd([weight], compression=Remembering)
         weight.sum().backward()
         optimizer.step()
     assert [gradient.tolist() for gradient in Remembering.seen] == [[1.0, 1.0]]

@@ -280,15 +280,10 @@ def test_what_cannot_be_reduced_is_a_value_error() -> None:
         (torch.tensor([True]), hvd.Average),
         (torch.ones(2, dtype=torch.complex64), hvd.Max),
         (torch.ones(2, dtype=torch.int32), hvd.Adasum),
-        (torch.ones(2).to_sparse(), hvd.Sum),
-        (torch.ones(2), 17),
-        (torch.ones(2, device="meta"), hvd.Sum),
     ]
     for tensor, op in refused:
         with pytest.raises(ValueError, match="must"):
             hvd.allreduce(tensor, op=op)
-    with pytest.raises(TypeError, match=r"torch\.Tensor"):
-        hvd.allreduce([1.0, 2.0])  # type: ignore[arg-type]
     assert hvd.allreduce(mine(), op=hvd.Sum).tolist() == combined(hvd.Sum)
 
 
@@ -325,12 +320,6 @@ def test_group_handles_give_a_tuple_as_horovods_do() -> None:
     assert type(in_place) is tuple
     assert all(out is tensor for out, tensor in zip(in_place, tensors, strict=True))
     assert tensors[0].tolist() == combined(hvd.Max)
-
-
-@everywhere
-def test_an_empty_group_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        hvd.grouped_allreduce([])
 
 
 @everywhere

@@ -13,8 +13,8 @@ from torch import nn
 import dualdist as hvd
 
 from ..helpers.files import wait_for
+from ..helpers.ranks import check_next_calls_work, is_last
 from ..helpers.world import everywhere
-from .test_mismatch import check_next_calls_work
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -23,10 +23,6 @@ def rotated(items: list[str]) -> list[str]:
     """Return `items` in an order of this rank."""
     shift = hvd.rank() % len(items)
     return items[shift:] + items[:shift]
-
-
-def is_last() -> bool:
-    return hvd.rank() == hvd.size() - 1
 
 
 def ranks_sum(factor: float = 1.0) -> float:

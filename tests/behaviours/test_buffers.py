@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import dualdist as hvd
 
 from ..helpers.public_functions import COLLECTIVES
+from ..helpers.styles import distributed
 from ..helpers.world import everywhere
 
 
@@ -132,7 +133,7 @@ def quantized() -> nn.Module:
     return prepared
 
 
-@pytest.mark.parametrize("style", ["ddp", "optimizer"])
+@pytest.mark.parametrize("style", ["module", "optimizer"])
 @everywhere
 def test_quantization_aware_training_equals_that_of_one_process(style: str) -> None:
     def train(model: nn.Module, module: nn.Module, optimizer: torch.optim.Optimizer, part: slice) -> Any:
@@ -145,13 +146,9 @@ def test_quantization_aware_training_equals_that_of_one_process(style: str) -> N
 
     model, plain = quantized(), quantized()
     assert any(buffer.numel() == 0 for buffer in model.buffers())
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    module = model
-    if style == "ddp":
-        module = hvd.DistributedDataParallel(model)
-    else:
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    plain_optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    module, optimizer = distributed(style, model, plain_optimizer)
     found = train(model, module, optimizer, slice(hvd.rank(), None, hvd.size()))
     alone = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
     expected = train(plain, plain, alone, slice(None))

@@ -27,12 +27,13 @@ from dualdist.checkpoint import CheckpointManager, Preempted, format, load, read
 
 from ..helpers.collected_warnings import warned
 from ..helpers.faulty_file_system import CountingFileSystem
-from ..helpers.small_training import STYLES, make_state, plain_losses, train
+from ..helpers.small_training import make_state, plain_losses, train
+from ..helpers.styles import STYLES
 from ..helpers.world import WORLDS, everywhere, started
 
 RECORDED = Path(__file__).parents[1] / "data" / "checkpoints"
 SAVERS = {
-    "torch-ddp": ("torch-gloo-2", "ddp"),
+    "torch-ddp": ("torch-gloo-2", "module"),
     "torch-optimizer": ("torch-gloo-2", "optimizer"),
     "horovod-optimizer": ("horovod-gloo-2", "optimizer"),
 }
@@ -136,7 +137,7 @@ def test_the_last_checkpoint_is_restored_inside_an_epoch(asynchronous: bool, tmp
         train(state, 7, manager.step)
     if hvd.rank() == 0:
         assert steps_in(tmp_path) == [4, 6]
-    fresh = make_state("ddp", seed=3)
+    fresh = make_state("module", seed=3)
     with CheckpointManager(folder(tmp_path), fresh, every_steps=2) as manager:
         manifest = manager.restore_latest()
         assert manifest is not None and manifest.step == manager.steps == 6

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import dualdist as hvd
 
 from ..helpers.reference_training import assert_same_weights, batches, make_model, train_beside
+from ..helpers.styles import distributed, sgd
 from ..helpers.world import everywhere
 
 
@@ -59,9 +60,8 @@ def test_a_layer_that_is_used_in_checkpointed_parts_and_outside(
 
         return forward
 
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        groups=[[param] for param in model.parameters()],
+    optimizer = sgd(
+        model.parameters(), lr=0.1, momentum=0.9, groups=[[param] for param in model.parameters()]
     )
     alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     networks = through(model, keep=False), through(reference, keep=True)
@@ -74,9 +74,7 @@ def test_a_layer_that_is_used_in_checkpointed_parts_and_outside(
 def test_a_layer_that_repeats_while_ranks_use_different_others() -> None:
     torch.manual_seed(0)
     layers: Any = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("first", "shared", "some", "last")})
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(layers.parameters(), lr=1.0), groups=[[param] for param in layers.parameters()]
-    )
+    optimizer = sgd(layers.parameters(), groups=[[param] for param in layers.parameters()])
 
     def loss(rank: int, use_reentrant: bool = False) -> torch.Tensor:
         hidden = layers["first"](torch.full((1, 2), rank + 1.0))
@@ -123,10 +121,7 @@ def test_gradients_are_complete_after_the_last_pass_of_reentrant_checkpoints(
 def test_only_some_ranks_may_reach_a_reentrant_checkpoint(style: str) -> None:
     params = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(3))
     first, inside, head = params
-    optimizer: Any = torch.optim.SGD(params, lr=1.0)
-    if style == "optimizer":
-        optimizer = hvd.DistributedOptimizer(optimizer)
-    wrapped = hvd.DistributedDataParallel(params) if style == "module" else None
+    wrapped, optimizer = distributed(style, params, torch.optim.SGD(params, lr=1.0))
     mean = (hvd.size() + 1) / 2
     for _ in range(4):
         optimizer.zero_grad()
@@ -137,4 +132,4 @@ def test_only_some_ranks_may_reach_a_reentrant_checkpoint(style: str) -> None:
         expected = (mean, 1 / hvd.size(), mean)
         for param, value in zip(params, expected, strict=True):
             assert param.grad is not None and param.grad.item() == pytest.approx(value)
-    assert style == "optimizer" or wrapped is not None
+    assert wrapped is not None

@@ -20,10 +20,10 @@ import torch
 
 import dualdist as hvd
 from dualdist.checkpoint.for_elastic import Commits
-from dualdist.elastic import StateHandler, TorchState, get_handler_registry, set_handler_registry
+from dualdist.elastic import StateHandler, TorchState
 
 from ..helpers.collected_warnings import warned
-from ..helpers.elastic_training import make_state, train_batch, weight, weight_after
+from ..helpers.elastic_training import handled, make_state, train_batch, weight, weight_after
 from ..helpers.faulty_file_system import CountingFileSystem
 from ..helpers.world import everywhere
 from .test_checkpoint_failures import damage
@@ -246,9 +246,7 @@ def test_an_object_with_a_custom_handler_resumes_from_the_commit(tmp_path: Path)
         def sync(self) -> None:
             self.value[:] = hvd.broadcast_object(self.value)
 
-    before = get_handler_registry()
-    set_handler_registry([(list, ListHandler), *before])
-    try:
+    with handled(list, ListHandler):
         state = TorchState(log=[])
         attach(state, opened(tmp_path))
         state.log.append(1)
@@ -259,8 +257,6 @@ def test_an_object_with_a_custom_handler_resumes_from_the_commit(tmp_path: Path)
         fresh.log.append(2)
         fresh.restore()
         assert fresh.log == [1]
-    finally:
-        set_handler_registry(before)
 
 
 @everywhere

@@ -18,8 +18,8 @@ from dualdist.core.compiling import CAN_SPLIT_GRAPHS
 from ..helpers.public_functions import COLLECTIVES
 from ..helpers.reference_training import assert_same_weights, batches, loss_of, share, train_beside
 from ..helpers.requirements import need_programs
+from ..helpers.styles import STYLES, distributed
 from ..helpers.world import everywhere
-from .test_wrong_use import STYLES
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def make_model() -> nn.Sequential:
 def test_a_compiled_model_trains_as_one_process_does(style: str) -> None:
     torch.compiler.reset()
     model, reference = hvd.SyncBatchNorm.convert_sync_batchnorm(make_model()), make_model()
-    wrapped, optimizer = STYLES[style](model)
+    wrapped, optimizer = distributed(style, model, torch.optim.SGD(model.parameters(), lr=1.0))
     compiled = torch.compile(wrapped, backend="aot_eager")
     alone = torch.optim.SGD(reference.parameters(), lr=1.0)
     train_beside(batches(3), compiled, optimizer, reference, alone)
@@ -75,7 +75,7 @@ def test_a_compiled_backward_combines_gradients(style: str) -> None:
     model, reference = hvd.SyncBatchNorm.convert_sync_batchnorm(make_model()), make_model()
     hooked: list[torch.Tensor] = []
     next(model.parameters()).register_post_accumulate_grad_hook(hooked.append)
-    wrapped, optimizer = STYLES[style](model)
+    wrapped, optimizer = distributed(style, model, torch.optim.SGD(model.parameters(), lr=1.0))
     alone = torch.optim.SGD(reference.parameters(), lr=1.0)
 
     @freshly_compiled
@@ -103,7 +103,7 @@ def test_compiled_autograd_is_refused_and_training_without_it_continues(style: s
     torch.manual_seed(0)
     model, reference = nn.Linear(5, 1).double(), nn.Linear(5, 1).double()
     reference.load_state_dict(model.state_dict())
-    wrapped, optimizer = STYLES[style](model)
+    wrapped, optimizer = distributed(style, model, torch.optim.SGD(model.parameters(), lr=1.0))
     alone = torch.optim.SGD(reference.parameters(), lr=1.0)
     train_beside(batches(2), wrapped, optimizer, reference, alone)
     with torch._dynamo.config.patch(compiled_autograd=True):

@@ -13,6 +13,7 @@ import torch
 
 import dualdist as hvd
 
+from ..helpers.styles import distributed
 from ..helpers.world import everywhere
 
 
@@ -51,16 +52,12 @@ def test_collectives_do_not_follow_the_default_device() -> None:
 def test_training_does_not_follow_the_default_device(style: str, is_sparse: bool) -> None:
     model: Any = torch.nn.Embedding(4, 2, sparse=is_sparse, device="cpu")
     torch.nn.init.ones_(model.weight)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     rows = torch.tensor([hvd.rank() % 4], device="cpu")
     with torch.device("meta"):
         hvd.broadcast_parameters(model.state_dict(), 0)
         hvd.broadcast_optimizer_state(optimizer, 0)
-        if style == "module":
-            wrapped = hvd.DistributedDataParallel(model)
-        else:
-            wrapped = model
-            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        wrapped, optimizer = distributed(style, model, optimizer)
         for _ in range(2):
             optimizer.zero_grad()
             wrapped(rows).sum().backward()

@@ -18,6 +18,7 @@ from dualdist.core.launch import detect
 from dualdist.core.launch.environment import without_copies
 
 from ..helpers.rejoining import outside_world
+from ..helpers.styles import step
 from ..helpers.world import everywhere
 
 TORCHRUN = (
@@ -95,9 +96,7 @@ def test_post_local_sgd_averages_the_weights() -> None:
         torch.optim.SGD([weight], lr=1.0), PeriodicModelAverager(period=2, warmup_steps=0)
     )
     for _ in range(3):  # averaged in the first and the third step
-        optimizer.zero_grad()
-        weight.mul(hvd.rank() + 1.0).sum().backward()
-        optimizer.step()
+        step(optimizer, weight)
     assert weight.item() == pytest.approx(-3 * (hvd.size() + 1) / 2)
 
 
@@ -126,6 +125,5 @@ def test_horovods_own_optimizer_trains() -> None:
     weight = nn.Parameter(torch.zeros(1))
     optimizer = real.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
     assert type(optimizer).__module__ == "horovod.torch.optimizer"
-    weight.mul(hvd.rank() + 1.0).sum().backward()
-    optimizer.step()
+    step(optimizer, weight)
     assert weight.item() == -(hvd.size() + 1) / 2

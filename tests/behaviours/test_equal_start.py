@@ -17,6 +17,7 @@ from torch import nn
 import dualdist as hvd
 
 from ..helpers.rejoining import outside_world
+from ..helpers.styles import distributed
 from ..helpers.world import everywhere
 
 
@@ -137,11 +138,7 @@ def train_and_join(
     """Train for epochs with so many batches on this rank, and one with `last`; join after each. Return the weight."""
     model: Any = nn.Linear(2, 1, bias=False)
     weight = nn.init.ones_(model.weight)
-    optimizer: Any = torch.optim.SGD([weight], lr=1.0)
-    if style == "optimizer":
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    else:
-        model = hvd.DistributedDataParallel(model)
+    model, optimizer = distributed(style, model, torch.optim.SGD([weight], lr=1.0))
     for count in (*batches, last):
         for _ in range(count):
             optimizer.zero_grad()

@@ -14,9 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 import dualdist as hvd
 
 from ..helpers.files import wait_for
-from ..helpers.rejoining import outside_world
+from ..helpers.ranks import check_next_calls_work
+from ..helpers.rejoining import outside_world, rejoin
+from ..helpers.styles import sgd
 from ..helpers.world import everywhere
-from .test_mismatch import check_next_calls_work
 
 
 def fail(*_: object) -> None:
@@ -43,11 +44,7 @@ def test_an_exception_in_the_first_backward_leaves_the_next_step_right() -> None
 @everywhere
 def test_what_a_failed_backward_has_sent_does_not_become_the_gradients_of_another(comm_hook: Any) -> None:
     model: Any = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        groups=[[param] for param in model.parameters()],
-        comm_hook=comm_hook,
-    )
+    optimizer = sgd(model.parameters(), groups=[[param] for param in model.parameters()], comm_hook=comm_hook)
     inputs = torch.full((1, 2), hvd.rank() + 1.0)
 
     for _ in range(2):
@@ -77,9 +74,7 @@ def test_what_a_failed_backward_has_sent_is_forgotten_also_after_a_change_of_wha
     if between == "no_sync":
         wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
     else:
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0), groups=[[param] for param in model.parameters()]
-        )
+        optimizer = sgd(model.parameters(), groups=[[param] for param in model.parameters()])
 
     def backward(loss_scale: float = 1.0) -> None:
         (loss_scale * wrapped(torch.full((1, 2), hvd.rank() + 1.0))).sum().backward()
@@ -124,7 +119,6 @@ def test_a_backward_after_a_rank_has_left_names_it(tmp_path: Path) -> None:
                 weight.sum().backward()
             ended[rank].touch()
             wait_for(ended)
-            with outside_world():
-                pass
+            rejoin()
         wait_for(ended)
     check_next_calls_work()

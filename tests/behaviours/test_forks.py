@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import dualdist as hvd
 
+from ..helpers.ranks import check_next_calls_work
 from ..helpers.world import everywhere
-from .test_mismatch import check_next_calls_work
 
 T = TypeVar("T")
 

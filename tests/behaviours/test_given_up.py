@@ -17,9 +17,9 @@ from dualdist.core.world.context import current
 from dualdist.core.world.process_sets import channel_of
 
 from ..helpers.files import wait_for
-from ..helpers.rejoining import outside_world
+from ..helpers.ranks import check_next_calls_work
+from ..helpers.rejoining import outside_world, rejoin
 from ..helpers.world import World, everywhere
-from .test_mismatch import check_next_calls_work
 
 
 def fail_on_rank_0(group: Group) -> None:
@@ -49,8 +49,7 @@ def errors_where_rank_0_fails(folder: Path) -> list[str]:
         errors.append(str(caught.value))
         (folder / f"{where} {hvd.rank()}").touch()
         wait_for(folder / f"{where} {rank}" for rank in range(hvd.size()))
-        with outside_world():
-            pass
+        rejoin()
         check_next_calls_work()
     return errors
 
@@ -76,8 +75,7 @@ def test_the_rank_that_ended_first_is_the_only_cause_also_for_ranks_that_look_la
         ended[rank].touch()
         wait_for(ended)
     if rank != 2:
-        with outside_world():
-            pass
+        rejoin()
         error = str(caught.value)
         first, cause, *others = error.splitlines()
         assert "failed: the cause is rank 2. " in first and first.endswith("missing ranks: [2].")
@@ -94,8 +92,7 @@ def test_messages_of_a_collective_given_up_do_not_reach_a_later_communicator() -
     for _ in range(2):  # the second communicator gets the number of the first one
         if hvd.rank() != 0:
             dist.all_reduce(torch.ones(3), async_op=True)
-        with outside_world():
-            pass
+        rejoin()
         alone = hvd.add_process_set([0])
         dist.barrier()
         hvd.remove_process_set(alone)

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import dualdist as hvd
-from dualdist.core.backends.base import Group, Work
+from dualdist.core.backends.base import Group
 from dualdist.core.world.context import current
 
+from ..helpers.exchanges import reductions
+from ..helpers.styles import sgd
 from ..helpers.world import everywhere
 
 
@@ -83,14 +85,7 @@ def test_compression_rounds_as_the_smaller_dtype_does() -> None:
 def sent(group: Group) -> Iterator[list[tuple[torch.dtype, int]]]:
     """Yield the dtype and the bytes of each allreduce of `group` in the `with` block."""
     made: list[tuple[torch.dtype, int]] = []
-    allreduce = group.allreduce_
-
-    def recorded(tensor: torch.Tensor, op: int, tag: str = "") -> Work:
-        made.append((tensor.dtype, tensor.nbytes))
-        return allreduce(tensor, op, tag)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "allreduce_", recorded)
+    with reductions(group, lambda tensor: made.append((tensor.dtype, tensor.nbytes))):
         yield made
 
 
@@ -103,9 +98,7 @@ def test_gradients_of_16_bits_are_sent_as_they_are_where_the_transport_reduces_t
     group, count = current().channels[0].gradients, 1000
     compression = {torch.bfloat16: hvd.Compression.bf16, torch.float16: hvd.Compression.fp16}[dtype]
     weight = nn.Parameter(torch.zeros(count, dtype=torch.float32 if is_compressed else dtype))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([weight], lr=1.0), compression=compression if is_compressed else hvd.Compression.none
-    )
+    optimizer = sgd([weight], compression=compression if is_compressed else hvd.Compression.none)
     with sent(group) as made:
         weight.sum().backward()
     optimizer.step()

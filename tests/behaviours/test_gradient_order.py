@@ -14,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import dualdist as hvd
 from dualdist.core.collectives.compression import Compressor
 
+from ..helpers.ranks import check_next_calls_work
+from ..helpers.rejoining import rejoin
+from ..helpers.styles import sgd
 from ..helpers.world import everywhere
-from .test_mismatch import check_next_calls_work
 
 Parts = Sequence[torch.Tensor]
 WEIGHTS = 4
@@ -31,8 +33,7 @@ class Wrapped:
     def __init__(self, style: str, *, is_oldest: bool = False) -> None:
         """is_oldest: whether no wrapper of another test may be older, which would delay buckets."""
         if is_oldest:
-            hvd.shutdown()
-            hvd.init()
+            rejoin()
         self.length = LARGE if "large" in style else 2
         self.model = nn.ParameterList([nn.Parameter(torch.ones(self.length)) for _ in range(WEIGHTS)])
         self.weights = list(self.model)
@@ -200,8 +201,7 @@ def test_a_repeat_with_kept_gradients_is_an_error_also_where_ranks_expect_differ
         wrapped.zero_grad()
     with pytest.raises(hvd.HorovodInternalError, match="not sent the same number of gradient buckets"):
         chained(wrapped.ordered).backward()
-    hvd.shutdown()
-    hvd.init()
+    rejoin()
     check_next_calls_work()
 
 
@@ -302,13 +302,10 @@ class Recorder(Compressor):
 
 @everywhere
 def test_buckets_are_sent_while_backward_runs() -> None:
-    hvd.shutdown()
-    hvd.init()  # no optimizer of another test may be older
+    rejoin()  # no optimizer of another test may be older
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     first, second, third = params
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(params, lr=1.0), groups=[[param] for param in params], compression=Recorder
-    )
+    optimizer = sgd(params, groups=[[param] for param in params], compression=Recorder)
     first.register_hook(lambda _: Recorder.events.append("first"))
     for step in range(4):
         Recorder.events = []

@@ -21,7 +21,7 @@ from dualdist.core.world.context import current
 
 from ..helpers import world as world_module
 from ..helpers.files import wait_for
-from ..helpers.rejoining import outside_world
+from ..helpers.rejoining import rejoin
 from ..helpers.world import WORLDS, WorldFailure, started
 from .test_stopped_rank import stop
 
@@ -107,8 +107,7 @@ def wait_in_torch(folder: Path) -> None:
 def join_with(folder: Path) -> None:
     """Join the world again, with `folder` for the files."""
     os.environ["DUALDIST_DUMP_DIR"] = str(folder)
-    with outside_world():
-        pass
+    rejoin()
 
 
 def note_of(where: Callable[[list[Path]], None], folder: Path) -> str:

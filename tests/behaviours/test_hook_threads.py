@@ -20,8 +20,9 @@ import dualdist as hvd
 from dualdist.core.collectives.compression import Compressor
 from dualdist.core.gradients import arrivals
 
+from ..helpers.ranks import check_next_calls_work
+from ..helpers.styles import sgd
 from ..helpers.world import everywhere
-from .test_mismatch import check_next_calls_work
 
 pytestmark = pytest.mark.only_all(where=lambda world: "mpi" in world)
 
@@ -44,9 +45,7 @@ class OtherThread(Compressor):
 @everywhere
 def test_each_bucket_is_sent_once_and_in_order() -> None:
     params = [nn.Parameter(torch.zeros(length)) for length in (4, 3, 2)]
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(params, lr=1.0), groups=[[param] for param in params], compression=OtherThread
-    )
+    optimizer = sgd(params, groups=[[param] for param in params], compression=OtherThread)
     OtherThread.sent, OtherThread.thread = [], threading.Thread()
     params[2].sum().backward()  # the first backward sends nothing before its end
     optimizer.step()

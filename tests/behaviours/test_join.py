@@ -10,8 +10,8 @@ import torch
 
 import dualdist as hvd
 
+from ..helpers.ranks import check_next_calls_work
 from ..helpers.world import everywhere
-from .test_mismatch import check_next_calls_work
 
 pytestmark = pytest.mark.ranks(2, 3)
 

@@ -12,15 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dualdist as hvd
 
-from ..helpers.rejoining import outside_world
+from ..helpers.rejoining import rejoin
+from ..helpers.styles import distributed
 from ..helpers.world import everywhere
 
 
 @everywhere
 def test_gradients_are_in_their_buckets_before_backward_ends() -> None:
     """So that the memory which backward took for them is free for the next ones."""
-    with outside_world():  # beside an older wrapper, nothing is sent before the end of backward
-        pass
+    rejoin()  # beside an older wrapper, nothing is sent before the end of backward
     model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
     seen: list[int] = []
@@ -52,12 +52,8 @@ class GroupCopies(TorchDispatchMode):
 @pytest.mark.parametrize("style", ["module", "optimizer"])
 @everywhere
 def test_gradients_that_accumulate_in_their_bucket_are_not_copied_onto_themselves(style: str) -> None:
-    model: Any = nn.Linear(4, 4)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
-    if style == "module":
-        model = hvd.DistributedDataParallel(model)
-    else:
-        optimizer = hvd.DistributedOptimizer(optimizer)
+    layer = nn.Linear(4, 4)
+    model, optimizer = distributed(style, layer, torch.optim.SGD(layer.parameters(), lr=0.0))
     with GroupCopies() as copies:
         for number in range(3):
             optimizer.zero_grad(set_to_none=number == 0)  # later, backward adds to views of the bucket

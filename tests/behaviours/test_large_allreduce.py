@@ -8,6 +8,7 @@ from torch import nn
 
 import dualdist as hvd
 
+from ..helpers.styles import sgd
 from ..helpers.world import everywhere
 
 LENGTHS = (600_001, 2_300_003)
@@ -107,9 +108,7 @@ def test_gradients_of_large_buckets_are_averaged_in_every_step(cap_mb: float | N
 def test_large_gradients_outlive_their_process_set() -> None:
     pair = hvd.add_process_set([0, 2])
     model = nn.Linear(1000, 600, bias=False)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), process_set=pair
-    )
+    optimizer = sgd(model.parameters(), lr=0.1, named_parameters=model.named_parameters(), process_set=pair)
     model(torch.full((1, 1000), hvd.rank() + 1.0)).sum().backward()
     optimizer.step()
     hvd.remove_process_set(pair)

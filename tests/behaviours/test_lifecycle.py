@@ -20,7 +20,8 @@ import dualdist as hvd
 
 from ..helpers.collected_warnings import warned
 from ..helpers.files import wait_for
-from ..helpers.rejoining import outside_world
+from ..helpers.rejoining import outside_world, rejoin
+from ..helpers.styles import step
 from ..helpers.world import everywhere
 
 
@@ -58,7 +59,8 @@ def test_init_again_with_another_setting_raises() -> None:
 def test_calls_before_init_and_after_shutdown_raise() -> None:
     with outside_world():
         assert not hvd.is_initialized()
-        for call in (hvd.rank, hvd.size, hvd.barrier, lambda: hvd.allreduce(torch.ones(1))):
+        numbers = (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size)
+        for call in (*numbers, hvd.barrier, lambda: hvd.allreduce(torch.ones(1))):
             with pytest.raises(hvd.NotInitializedError, match=r"dualdist\.init\(\)"):
                 call()
         hvd.shutdown()
@@ -91,8 +93,7 @@ def test_repeated_worlds_leak_nothing() -> None:
     cycles = 10
     before: dict[str, int] = {}
     for number in range(3 + cycles):
-        with outside_world():
-            pass
+        rejoin()
         weight = torch.nn.Parameter(torch.zeros(1))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
         weight.sum().backward()
@@ -112,8 +113,7 @@ def test_init_works_again_with_settings_of_horovod() -> None:
         patch.setenv("HOROVOD_CYCLE_TIME", "1")  # ms; the default, since Horovod does not take it back
         patch.setenv("HOROVOD_FUSION_THRESHOLD", str(128 << 20))  # bytes; the default
         for _ in range(5):
-            with outside_world():
-                pass
+            rejoin()
             assert hvd.allreduce(torch.ones(5000), op=hvd.Sum).tolist() == [hvd.size()] * 5000
 
 
@@ -121,8 +121,7 @@ def test_init_works_again_with_settings_of_horovod() -> None:
 def test_what_combines_gradients_is_freed_with_its_optimizer_without_a_garbage_collection() -> None:
     gc.disable()
     try:
-        with outside_world():
-            pass
+        rejoin()
         weight = torch.nn.Parameter(torch.zeros(1))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
         weight.sum().backward()
@@ -183,12 +182,9 @@ def test_an_optimizer_outlives_its_world() -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     for number in (1, 2):
-        optimizer.zero_grad()
-        weight.mul(hvd.rank() + 1.0).sum().backward()
-        optimizer.step()
+        step(optimizer, weight)
         assert weight.item() == pytest.approx(-number * (hvd.size() + 1) / 2)
-        with outside_world():
-            pass
+        rejoin()
 
 
 @everywhere

@@ -9,8 +9,8 @@ import torch
 
 import dualdist as hvd
 
+from ..helpers.ranks import check_next_calls_work, is_last
 from ..helpers.world import everywhere
-from .test_mismatch import check_next_calls_work
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -28,14 +28,10 @@ CALLS: dict[str, Callable[[bool], object]] = {
 }
 
 
-def last() -> bool:
-    return hvd.rank() == hvd.size() - 1
-
-
 @pytest.mark.parametrize("kind", CALLS)
 @everywhere
 def test_partners_of_a_failed_call_raise_and_the_next_call_works(kind: str) -> None:
-    if last():
+    if is_last():
         with pytest.raises(ValueError, match="must"):
             CALLS[kind](True)
     else:
@@ -48,7 +44,7 @@ def test_partners_of_a_failed_call_raise_and_the_next_call_works(kind: str) -> N
 @pytest.mark.parametrize("kind", CALLS)
 @everywhere
 def test_a_failed_call_that_nobody_else_made_disturbs_nobody(kind: str) -> None:
-    if last():
+    if is_last():
         for _ in range(3):
             with pytest.raises(ValueError, match="must"):
                 CALLS[kind](True)
@@ -59,7 +55,7 @@ def test_a_failed_call_that_nobody_else_made_disturbs_nobody(kind: str) -> None:
 @everywhere
 def test_a_failed_call_among_asynchronous_ones_leaves_the_handles_alone() -> None:
     first = hvd.allreduce_async(torch.ones(2), op=hvd.Sum)
-    if last():
+    if is_last():
         with pytest.raises(ValueError, match="must"):
             hvd.broadcast_async(torch.ones(2), 99)
     second = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
@@ -69,7 +65,7 @@ def test_a_failed_call_among_asynchronous_ones_leaves_the_handles_alone() -> Non
 
 @everywhere
 def test_a_failed_call_before_a_join_disturbs_nobody() -> None:
-    if last():
+    if is_last():
         with pytest.raises(ValueError, match="must"):
             hvd.broadcast(torch.ones(2), 99)
     assert 0 <= hvd.join() < hvd.size()
@@ -79,8 +75,8 @@ def test_a_failed_call_before_a_join_disturbs_nobody() -> None:
 @everywhere
 def test_a_process_set_that_one_rank_cannot_remove_stays() -> None:
     chosen = hvd.add_process_set([0])
-    error: type[Exception] = TypeError if last() else hvd.HorovodInternalError
+    error: type[Exception] = TypeError if is_last() else hvd.HorovodInternalError
     with pytest.raises(error, match="`process_set` must be a ProcessSet"):
-        hvd.remove_process_set([0] if last() else chosen)  # type: ignore[arg-type]
+        hvd.remove_process_set([0] if is_last() else chosen)  # type: ignore[arg-type]
     check_next_calls_work()
     assert hvd.remove_process_set(chosen)

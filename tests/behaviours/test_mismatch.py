@@ -11,6 +11,7 @@ import torch
 
 import dualdist as hvd
 
+from ..helpers.ranks import check_next_calls_work
 from ..helpers.world import everywhere
 
 pytestmark = pytest.mark.ranks(2, 3)
@@ -73,12 +74,6 @@ def call_fails(first: Callable[[], object], others: Callable[[], object]) -> str
     with pytest.raises(hvd.CollectiveMismatchError) as caught:
         call()
     return str(caught.value)
-
-
-def check_next_calls_work() -> None:
-    assert hvd.allreduce(torch.tensor([hvd.rank() + 1]), op=hvd.Sum).item() == sum(range(1, hvd.size() + 1))
-    assert hvd.allreduce(torch.ones(5000), op=hvd.Sum).sum().item() == 5000 * hvd.size()
-    assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
 
 
 @pytest.mark.parametrize("case", CASES)

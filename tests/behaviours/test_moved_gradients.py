@@ -16,13 +16,11 @@ from torch import nn
 
 import dualdist as hvd
 
+from ..helpers.ranks import mean
+from ..helpers.styles import sgd
 from ..helpers.world import everywhere
 
 Model = Any
-
-
-def mean() -> float:
-    return (hvd.size() + 1) / 2
 
 
 def new_model() -> Model:
@@ -250,9 +248,7 @@ def test_ddp_of_torch_beside_the_optimizer_gives_the_same_averages(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-    )
+    optimizer = sgd(model.parameters(), lr=0.1, named_parameters=model.named_parameters())
     wrapped: nn.Module = model
     reference = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
     reference.load_state_dict(model.state_dict())

@@ -34,20 +34,31 @@ def check(optimizer: torch.optim.Optimizer, expected: torch.optim.Optimizer, whe
         step(expected, 7)
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(("steps", "others"), [(3, 0), (3, 2), (0, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 @everywhere
-def test_a_broadcast_keeps_dtypes_shapes_and_types(kind: str, steps: int) -> None:
+def test_a_broadcast_keeps_dtypes_shapes_and_types(kind: str, steps: int, others: int) -> None:
     root = hvd.size() - 1
     for dtype in DTYPES:
-        optimizer = trained(kind, dtype, hvd.rank(), 3 if hvd.rank() == root else steps)
+        optimizer = trained(kind, dtype, hvd.rank(), steps if hvd.rank() == root else others)
         groups, state = list(optimizer.param_groups), optimizer.state
-        weights = copy.deepcopy(params_of(optimizer))
+        weights, grads = copy.deepcopy(params_of(optimizer)), [param.grad for param in params_of(optimizer)]
         hvd.broadcast_optimizer_state(optimizer, root)
+        assert all(param.grad is grad for param, grad in zip(params_of(optimizer), grads, strict=True))
         assert optimizer.state is state
         assert all(group is other for group, other in zip(optimizer.param_groups, groups, strict=True))
         assert difference(params_of(optimizer), weights) is None
-        check(optimizer, trained(kind, dtype, root, 3), f"{kind} {dtype}")
+        check(optimizer, trained(kind, dtype, root, steps), f"{kind} {dtype}")
+
+
+@everywhere
+def test_a_broadcast_gives_a_distributed_optimizer_the_state_of_the_root() -> None:
+    plain = trained("SGD", torch.float32, hvd.rank(), 2)
+    optimizer = hvd.DistributedOptimizer(plain)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=torch.nn.Linear(1, 1))
+    expected = trained("SGD", torch.float32, 0, 2)
+    assert difference(optimizer.state_dict(), expected.state_dict()) is None
+    assert isinstance(optimizer, torch.optim.SGD) and hasattr(optimizer, "synchronize")
 
 
 @everywhere

@@ -7,7 +7,7 @@ least that of DDP for layers in any order of registration, because buckets follo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +17,8 @@ from torch import nn
 import dualdist as hvd
 from dualdist.core.world.process_sets import channel_of
 
+from ..helpers.exchanges import reductions
+from ..helpers.rejoining import rejoin
 from ..helpers.world import everywhere
 
 WIDTH, CAP = 512, 4
@@ -120,27 +122,13 @@ class Backwards:
         return left / self.complete / sum(nbytes for nbytes, _ in self.sent)
 
 
-@contextlib.contextmanager
-def sends_recorded(record: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """Call `record` with each tensor that the global process set reduces for gradients."""
-    group: Any = channel_of(hvd.global_process_set).gradients
-    reduce = group.allreduce_
-
-    def allreduce_(tensor: torch.Tensor, *rest: Any) -> Any:
-        record(tensor)
-        return reduce(tensor, *rest)
-
-    group.allreduce_ = allreduce_
-    try:
-        yield
-    finally:
-        del group.allreduce_
+def sends_recorded(record: Callable[[torch.Tensor], object]) -> contextlib.AbstractContextManager[None]:
+    return reductions(channel_of(hvd.global_process_set).gradients, record)
 
 
 def distributed(model: nn.Module) -> Any:
     """Return `model`, wrapped in a new world: no wrapper of another test may be older."""
-    hvd.shutdown()
-    hvd.init()
+    rejoin()
     return hvd.DistributedDataParallel(model, bucket_cap_mb=CAP)
 
 

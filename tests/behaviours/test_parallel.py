@@ -68,34 +68,6 @@ def test_buffers_are_those_of_rank_0_only_in_training() -> None:
     assert mean.item() == 5.0
 
 
-@everywhere
-def test_parameters_may_be_unused_by_some_frozen_and_thawed() -> None:
-    first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-    model = nn.ModuleDict({"a": first, "b": second})
-    first.requires_grad_(False)
-    wrapped = hvd.DistributedDataParallel(_Parts(model))
-    ones = torch.ones(1, 1)
-    wrapped(ones, ["b"]).sum().backward()
-    assert first.weight.grad is None
-    assert float(second.weight.grad) == 1.0  # type: ignore[arg-type]
-    first.requires_grad_(True)
-    second.weight.grad = None
-    wrapped(ones, ["a", "b"] if hvd.rank() == 0 else ["b"]).sum().backward()
-    assert float(first.weight.grad) == pytest.approx(1 / hvd.size())  # type: ignore[arg-type]
-    assert float(second.weight.grad) == 1.0  # type: ignore[arg-type]
-
-
-class _Parts(nn.Module):
-    """Adds up the outputs of the chosen parts."""
-
-    def __init__(self, parts: nn.ModuleDict) -> None:
-        super().__init__()
-        self.parts = parts
-
-    def forward(self, inputs: torch.Tensor, chosen: list[str]) -> torch.Tensor:
-        return torch.stack([self.parts[name](inputs) for name in chosen]).sum(0)
-
-
 @pytest.mark.ranks(3)
 @everywhere
 def test_a_process_set_averages_among_its_members() -> None:

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import dualdist as hvd
 
+from ..helpers.styles import distributed, sgd
 from ..helpers.world import everywhere
 
 
@@ -35,9 +36,7 @@ def test_a_hook_changes_the_gradient_before_it_is_combined(style: str, comm_hook
             wrapped.register_comm_hook(None, comm_hook)
     else:
         groups = [[param] for param in model]
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model, lr=1.0), groups=groups, comm_hook=comm_hook
-        )
+        optimizer = sgd(model, groups=groups, comm_hook=comm_hook)
     for param in after:
         param.register_post_accumulate_grad_hook(clip)
     for _ in range(3):
@@ -56,9 +55,7 @@ def test_a_hook_changes_the_gradient_before_it_is_combined(style: str, comm_hook
 @everywhere
 def test_a_hook_that_removes_the_gradient_leaves_the_others_right(op: int, passes: int) -> None:
     first, removed, last = (nn.Parameter(torch.zeros(3)) for _ in range(3))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([first, removed, last], lr=1.0), op=op, backward_passes_per_step=passes
-    )
+    optimizer = sgd([first, removed, last], op=op, backward_passes_per_step=passes)
 
     def remove(param: torch.Tensor) -> None:
         param.grad = None
@@ -144,12 +141,8 @@ def test_hooks_that_are_removed_in_a_backward_or_between_two_are_registered_agai
     """Also if backward does not reach the last parameter."""
     params = nn.ParameterList(nn.Parameter(torch.ones(3)) for _ in range(4))
     model: Any = Product(params[:3])
-    optimizer: Any = torch.optim.SGD(params, lr=0.5)
-    if style == "module":
-        model.last = params[3]
-        model = hvd.DistributedDataParallel(model)
-    else:
-        optimizer = hvd.DistributedOptimizer(optimizer)
+    model.last = params[3]
+    model, optimizer = distributed(style, model, torch.optim.SGD(params, lr=0.5))
     for step in range(3):
         optimizer.zero_grad()
         model(hvd.rank() + 1.0)["sum"].backward()

@@ -13,6 +13,7 @@ import torch
 import dualdist as hvd
 from dualdist.core.world.context import current
 
+from ..helpers.styles import step
 from ..helpers.world import everywhere
 
 pytestmark = pytest.mark.ranks(2, 3)
@@ -67,29 +68,13 @@ def test_a_set_is_added_used_and_removed() -> None:
 
 
 @everywhere
-def test_sets_that_cannot_be_are_refused() -> None:
+def test_a_set_is_added_once() -> None:
     with pytest.raises(ValueError, match="registered already"):
         hvd.add_process_set(list(range(hvd.size())))
-    for ranks in ([], [hvd.size()], [-1]):
-        with pytest.raises(ValueError, match="process_set"):
-            hvd.add_process_set(ranks)
-    with pytest.raises(ValueError, match="repeat"):
-        hvd.ProcessSet([0, 0])
-    with pytest.raises(ValueError, match="must be a whole number"):
-        hvd.ProcessSet([0.5])
     chosen = hvd.add_process_set([0])
     with pytest.raises(ValueError, match="registered already"):
         hvd.add_process_set([0])
     hvd.remove_process_set(chosen)
-
-
-@everywhere
-def test_sets_can_be_added_again_after_removal() -> None:
-    for _ in range(3):
-        chosen = hvd.add_process_set([hvd.size() - 1])
-        if chosen.included():
-            assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=chosen).item() == 1
-        assert hvd.remove_process_set(chosen)
 
 
 @pytest.mark.ranks(3)
@@ -142,9 +127,7 @@ def test_an_optimizer_over_a_set_leaves_the_other_ranks_alone() -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), process_set=chosen)
     for _ in range(2):
-        optimizer.zero_grad()
-        (weight * (hvd.rank() + 1)).sum().backward()
-        optimizer.step()
+        step(optimizer, weight)
     mean = sum(rank + 1 for rank in ranks) / len(ranks)
     assert weight.item() == -2 * (mean if hvd.rank() > 0 else 1.0)
     hvd.remove_process_set(chosen)

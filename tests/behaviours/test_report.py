@@ -22,6 +22,7 @@ from dualdist.core.world.context import current
 
 from ..helpers.collected_warnings import warned
 from ..helpers.requirements import need_programs
+from ..helpers.styles import distributed
 from ..helpers.world import everywhere
 
 SLOW = 1
@@ -68,11 +69,7 @@ def report_of_training(place: str, style: str) -> dict[str, Any]:
     if place == "backward":
         model[0].weight.register_hook(lambda grad: take_time())  # type: ignore[index]
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if style == "module":
-        model = hvd.DistributedDataParallel(model)
-    else:
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    model, optimizer = distributed(style, model, torch.optim.SGD(model.parameters(), lr=0.1))
     loader = DataLoader(Rows(place == "loading"), batch_size=4)
     for number, inputs in enumerate(itertools.chain(itertools.islice(loader, WARM_UP), loader)):
         if number == WARM_UP:  # the first steps make connections

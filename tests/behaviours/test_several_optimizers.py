@@ -11,18 +11,16 @@ from torch import nn
 
 import dualdist as hvd
 
+from ..helpers.styles import distributed
 from ..helpers.world import everywhere
 
 
-@pytest.mark.parametrize("style", ["optimizers", "modules"])
+@pytest.mark.parametrize("style", ["optimizer", "module"])
 @everywhere
 def test_parameters_that_are_wrapped_twice_have_the_same_gradients(style: str) -> None:
     """As after a change of optimizers in mid-training, while something holds the old one."""
     model = nn.Linear(1, 1, bias=False)
-    if style == "optimizers":
-        kept: Any = [hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0)) for _ in range(2)]
-    else:
-        kept = [hvd.DistributedDataParallel(model) for _ in range(2)]
+    kept = [distributed(style, model, torch.optim.SGD(model.parameters(), lr=1.0)) for _ in range(2)]
     for number in range(1, 4):
         model.zero_grad()
         model(torch.full((1, 1), number * (hvd.rank() + 1.0))).sum().backward()
@@ -31,13 +29,13 @@ def test_parameters_that_are_wrapped_twice_have_the_same_gradients(style: str) -
     assert len(kept) == 2
 
 
-@pytest.mark.parametrize("style", ["optimizers", "modules"])
+@pytest.mark.parametrize("style", ["optimizer", "module"])
 @pytest.mark.ranks(2, 3)
 @everywhere
 def test_ranks_may_complete_the_gradients_of_several_models_in_different_orders(style: str) -> None:
     """Buckets are matched by their order, and a rank sends the one that is incomplete at the end of backward."""
     models = [nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(3)) for _ in range(2)]
-    if style == "optimizers":
+    if style == "optimizer":
         kept: Any = [
             hvd.DistributedOptimizer(torch.optim.SGD(model, lr=0.0), groups=[[param] for param in model])
             for model in models
@@ -59,18 +57,14 @@ def test_ranks_may_complete_the_gradients_of_several_models_in_different_orders(
 
 
 def train(style: str) -> None:
-    model: nn.Module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30)))
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    if style == "modules":
-        model = hvd.DistributedDataParallel(model)
-    else:
-        optimizer = hvd.DistributedOptimizer(optimizer)
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30)))
+    model, optimizer = distributed(style, layers, torch.optim.SGD(layers.parameters(), lr=0.1))
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
 
 
-@pytest.mark.parametrize("style", ["optimizers", "modules"])
+@pytest.mark.parametrize("style", ["optimizer", "module"])
 @everywhere
 def test_deleted_wrappers_leave_next_to_nothing_behind(style: str) -> None:
     train(style)
@@ -82,14 +76,11 @@ def test_deleted_wrappers_leave_next_to_nothing_behind(style: str) -> None:
     assert len(gc.get_objects()) - before < 4 * 60  # less than one for each parameter
 
 
-@pytest.mark.parametrize("style", ["optimizers", "modules"])
+@pytest.mark.parametrize("style", ["optimizer", "module"])
 @everywhere
 def test_a_backward_does_not_search_the_heap(style: str) -> None:
-    model: nn.Module = nn.Linear(2, 2)
-    if style == "modules":
-        kept: Any = hvd.DistributedDataParallel(model)
-    else:
-        kept = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model = nn.Linear(2, 2)
+    kept = distributed(style, model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("collect", "get_objects", "get_referrers"):
             patch.setattr(gc, name, lambda *_: pytest.fail("the heap was searched"))

@@ -14,17 +14,13 @@ import torch
 import dualdist as hvd
 
 from ..helpers.files import wait_for
-from ..helpers.rejoining import outside_world
+from ..helpers.ranks import check_next_calls_work, is_last
+from ..helpers.rejoining import rejoin
 from ..helpers.world import everywhere
-from .test_mismatch import check_next_calls_work
 
 pytestmark = pytest.mark.ranks(2, 3)
 
 _PAUSE_SECONDS = 0.02
-
-
-def is_last() -> bool:
-    return hvd.rank() == hvd.size() - 1
 
 
 def is_inside(frame: FrameType | None, function: str) -> bool:
@@ -200,6 +196,5 @@ def test_the_other_ranks_name_the_one_whose_handler_raises(tmp_path: Path) -> No
         names[hvd.rank()].touch()
     for name in names:
         wait_for([name])
-    with outside_world():
-        pass
+    rejoin()
     check_next_calls_work()

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import dualdist as hvd
 
+from ..helpers.styles import sgd
 from ..helpers.world import everywhere
 
 
@@ -19,9 +20,7 @@ def test_sparse_embeddings_sum_or_average_their_rows(sparse_as_dense: bool, op: 
     rank, size = hvd.rank(), hvd.size()
     table, scale = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.zeros(1))
     nn.init.zeros_(table.weight)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([table.weight, scale], lr=1.0), sparse_as_dense=sparse_as_dense, op=op
-    )
+    optimizer = sgd([table.weight, scale], sparse_as_dense=sparse_as_dense, op=op)
     divisor = size if op == hvd.Average else 1
     for number in (1, 2):
         optimizer.zero_grad()
@@ -42,9 +41,7 @@ def dense_gradient(table: nn.Embedding) -> torch.Tensor:
 @everywhere
 def test_a_sparse_gradient_that_is_sent_as_a_dense_one_stays_until_it_is_combined() -> None:
     scale, table = nn.Parameter(torch.ones(1)), nn.Embedding(5, 2, sparse=True)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([scale, table.weight], lr=1.0), sparse_as_dense=True, groups=[[scale], [table.weight]]
-    )
+    optimizer = sgd([scale, table.weight], sparse_as_dense=True, groups=[[scale], [table.weight]])
     found = []
     scale.register_post_accumulate_grad_hook(lambda _: found.append(dense_gradient(table)))
     for _ in range(4):

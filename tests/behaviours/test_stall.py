@@ -18,6 +18,7 @@ from dualdist.core.world.context import current
 
 from ..helpers.collected_warnings import warned
 from ..helpers.files import wait_for
+from ..helpers.ranks import is_last
 from ..helpers.rejoining import rejoined
 from ..helpers.world import World
 
@@ -62,10 +63,6 @@ def logging_when(count: int) -> Iterator[None]:
         if hvd.rank() == 0:
             patch.setattr(watch, "_log", log_if_all_wait)
         yield
-
-
-def is_last() -> bool:
-    return hvd.rank() == hvd.size() - 1
 
 
 def warm_up() -> None:

@@ -20,9 +20,9 @@ from dualdist.core.backends.base import Group, Work
 from dualdist.core.world.process_sets import channel_of
 
 from ..helpers.files import wait_for
-from ..helpers.rejoining import outside_world, rejoined
+from ..helpers.ranks import check_next_calls_work
+from ..helpers.rejoining import rejoin, rejoined
 from ..helpers.world import World
-from .test_mismatch import check_next_calls_work
 
 STOPPED = 1
 
@@ -132,8 +132,7 @@ def error_while_stopped(where: str, folder: Path) -> str:
 
 def error_and_rejoin(where: str, folder: Path) -> str:
     error = error_while_stopped(where, folder)
-    with outside_world():
-        pass
+    rejoin()
     check_next_calls_work()
     return error
 
@@ -148,8 +147,8 @@ def test_errors_name_a_stopped_rank_and_no_other(world: World, tmp_path: Path) -
             first, stopped, last = world.run(error_and_rejoin, where, tmp_path / where)
             check_others(where, first, last)
             if where == "call":
-                waiting = r"^  rank 1: did not run for \d+ s: stopped, .*; now waiting in allreduce"
-                assert re.search(waiting, stopped, re.MULTILINE), stopped
+                missing = r"missing ranks: \[1\]\.\n  rank 1: did not run for \d+ s: stopped, .*"
+                assert re.search(f"{missing}; now waiting in allreduce", stopped), stopped
 
 
 def check_others(where: str, *errors: str) -> None:

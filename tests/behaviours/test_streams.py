@@ -20,10 +20,11 @@ import torch
 import dualdist as hvd
 from dualdist.checkpoint.contents import HostCopy
 from dualdist.core import accelerator
-from dualdist.core.backends.base import Work
 from dualdist.core.world.context import current
 
 from ..accelerator import sleep_ms
+from ..helpers.exchanges import reductions
+from ..helpers.rejoining import rejoin
 from ..helpers.stream_programs import differences, program, training
 from ..helpers.world import World, everywhere
 
@@ -73,15 +74,12 @@ def test_poll_asks_the_device_and_does_not_wait() -> None:
 @everywhere
 def test_the_worker_thread_has_the_device_of_the_thread_that_made_the_first_call() -> None:
     torch.ones(1)  # starts to use the device
-    group = current().channels[0].group
-    allreduce, seen = group.allreduce_, list[tuple[str, Any]]()
+    seen: list[tuple[str, Any]] = []
 
-    def recorded(tensor: torch.Tensor, op: int, tag: str = "") -> Work:
+    def record(_: torch.Tensor) -> None:
         seen.append((threading.current_thread().name, accelerator.current_device()))
-        return allreduce(tensor, op, tag)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "allreduce_", recorded)
+    with reductions(current().channels[0].group, record):
         hvd.synchronize(hvd.allreduce_async(torch.ones(COUNT, device="cpu")))
     assert seen == [("dualdist-set 0", hvd.device())]
 
@@ -98,8 +96,7 @@ def test_a_world_ends_while_a_group_is_being_aborted() -> None:
 
 def weights_in_turn(**options: Any) -> tuple[list[torch.nn.Parameter], Callable[[], None]]:
     """Return four weights, whose gradients are sent one by one in backward, the last one first, and its function."""
-    hvd.shutdown()
-    hvd.init()  # beside an optimizer of another test, nothing is sent before the end of backward
+    rejoin()  # beside an optimizer of another test, nothing is sent before the end of backward
     weights = [torch.nn.Parameter(torch.ones(())) for _ in range(4)]
     sgd = torch.optim.SGD(weights, lr=0.0)
     optimizer = hvd.DistributedOptimizer(sgd, groups=[[weight] for weight in weights], **options)

@@ -74,15 +74,6 @@ def test_every_collective_has_horovods_events(tmp_path: Path) -> None:
         }
 
 
-@everywhere
-def test_negotiation_marks_when_each_rank_called(tmp_path: Path) -> None:
-    with recorded(tmp_path / "timeline.json") as spans:
-        hvd.allreduce(torch.ones(1), name="t")
-    if hvd.rank() == 0:
-        marks = spans["allreduce.t"][1 : 1 + hvd.size()]
-        assert sorted(marks) == [f"[{rank}]" for rank in range(hvd.size())]
-
-
 @pytest.mark.ranks(2)
 @everywhere
 def test_the_late_rank_is_marked_last(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import dualdist as hvd
 
+from ..helpers.styles import distributed
 from ..helpers.world import everywhere
 
 
@@ -57,10 +58,7 @@ def test_collectives_work_in_a_mode(mode: str, length: int) -> None:
 def test_gradients_are_combined_in_a_mode(mode: str, style: str) -> None:
     with MODES[mode]():
         layer = nn.Linear(200, 200)
-        optimizer: Any = torch.optim.SGD(layer.parameters(), lr=0.1)
-        if style == "optimizer":
-            optimizer = hvd.DistributedOptimizer(optimizer)
-        model = hvd.DistributedDataParallel(layer) if style == "module" else layer
+        model, optimizer = distributed(style, layer, torch.optim.SGD(layer.parameters(), lr=0.1))
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.full((1, 200), hvd.rank() + 1.0)).sum().backward()

@@ -51,18 +51,6 @@ def test_every_option_trains_as_one_process_does(case: str) -> None:
     check_training(OPTIMIZERS["momentum"], **OPTIONS[case])
 
 
-@everywhere
-def test_gradients_are_complete_when_backward_returns() -> None:
-    model, reference = make_model(), make_model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    ((inputs, targets),) = batches(1)
-    optimizer.zero_grad()
-    loss_of(model, share(inputs), share(targets)).backward()
-    loss_of(reference, inputs, targets).backward()
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, expected.grad, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("kind", ["lbfgs", "lbfgs-line-search", "sgd"])
 @everywhere
 def test_closures_train_as_one_process_does(kind: str) -> None:

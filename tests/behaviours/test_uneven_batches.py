@@ -11,6 +11,7 @@ from torch import nn
 
 import dualdist as hvd
 
+from ..helpers.styles import distributed
 from ..helpers.world import everywhere
 
 
@@ -27,18 +28,6 @@ def train(wrapped: nn.Module, batches: int) -> None:
         optimizer.zero_grad()
         wrapped(torch.ones(1, 1)).sum().backward()
         optimizer.step()
-
-
-@pytest.mark.ranks(2, 3)
-@everywhere
-def test_uneven_numbers_of_batches_train_to_the_end() -> None:
-    weight = zero_weight()
-    wrapped: Any = hvd.DistributedDataParallel(weight)
-    with wrapped.join():
-        train(wrapped, 1 + hvd.rank())
-    # In step k (from 0) the ranks from k on take part, and the average is over all.
-    expected = -sum(hvd.size() - step for step in range(hvd.size())) / hvd.size()
-    assert weight.weight.item() == pytest.approx(expected)
 
 
 @everywhere
@@ -129,12 +118,9 @@ def test_loss_scales_are_equal_after_uneven_batches(style: str) -> None:
     from torch.distributed.algorithms.join import Join
 
     layer = zero_weight()
-    optimizer: Any = torch.optim.SGD(layer.parameters(), lr=0.0)
-    wrapped = layer
-    if style == "optimizer":
-        optimizer = hvd.DistributedOptimizer(optimizer)
-    else:
-        wrapped = hvd.DistributedDataParallel(layer)
+    wrapped, optimizer = distributed(
+        "optimizer" if style == "optimizer" else "module", layer, torch.optim.SGD(layer.parameters(), lr=0.0)
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)
 
     def step() -> float:

@@ -15,8 +15,8 @@ import dualdist as hvd
 from dualdist.elastic import TorchState
 
 from ..helpers.faulty_file_system import CountingFileSystem
+from ..helpers.ranks import check_next_calls_work
 from ..helpers.world import everywhere
-from .test_mismatch import check_next_calls_work
 
 pytestmark = pytest.mark.ranks(2, 3)
 

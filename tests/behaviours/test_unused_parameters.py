@@ -8,22 +8,8 @@ from torch import nn
 
 import dualdist as hvd
 
+from ..helpers.styles import sgd
 from ..helpers.world import everywhere
-
-
-@everywhere
-def test_ranks_may_use_different_parts_of_the_model() -> None:
-    rank, size = hvd.rank(), hvd.size()
-    trunk = nn.Parameter(torch.zeros(1))
-    heads = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(size)])
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([*heads, trunk], lr=1.0))
-    for number in (1, 2, 3):
-        optimizer.zero_grad()
-        ((heads[rank].sum() + trunk.sum()) * (rank + 1)).backward()
-        optimizer.step()
-        for place, head in enumerate(heads):
-            assert head.tolist() == pytest.approx([-number * (place + 1) / size] * 2)
-        assert trunk.item() == pytest.approx(-number * (size + 1) / 2)
 
 
 @pytest.mark.ranks(2, 3)
@@ -45,29 +31,10 @@ def test_tied_weights_are_reduced_once() -> None:
     first, second = nn.Module(), nn.Module()
     first.weight = second.weight = weight
     model = nn.ModuleList([first, second])
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
-    )
+    optimizer = sgd(model.parameters(), named_parameters=model.named_parameters())
     ((first.weight + 2 * second.weight) * (hvd.rank() + 1)).sum().backward()
     optimizer.step()
     assert weight.item() == pytest.approx(-3 * (hvd.size() + 1) / 2)
-
-
-@everywhere
-def test_parameters_may_be_frozen_and_thawed_between_steps() -> None:
-    body, head = nn.Parameter(torch.zeros(1), requires_grad=False), nn.Parameter(torch.zeros(1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([body, head], lr=1.0))
-    mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
-    ((body + head) * mine).sum().backward()
-    optimizer.step()
-    assert (body.item(), head.item()) == pytest.approx((0, -mean))
-    body.requires_grad_(True)
-    head.requires_grad_(False)
-    for number in (1, 2):
-        optimizer.zero_grad()
-        ((body + head) * mine).sum().backward()
-        optimizer.step()
-        assert (body.item(), head.item()) == pytest.approx((-number * mean, -mean))
 
 
 @pytest.mark.ranks(2, 3)

@@ -16,8 +16,8 @@ import dualdist as hvd
 
 from ..helpers.odd_values import ODD, accepted, odd_values
 from ..helpers.public_functions import CASES, COLLECTIVES, Case
+from ..helpers.ranks import check_next_calls_work
 from ..helpers.world import everywhere
-from .test_mismatch import check_next_calls_work
 
 OURS = tuple(
     error

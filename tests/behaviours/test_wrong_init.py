@@ -8,12 +8,12 @@ import pytest
 
 import dualdist as hvd
 
+from ..helpers.ranks import check_next_calls_work
 from ..helpers.rejoining import outside_world
 from ..helpers.world import everywhere
-from .test_mismatch import check_next_calls_work
 
 WRONG: dict[str, list[Any]] = {
-    "comm": ["banana", 5, 1.5, {"x": 1}, ["0"], [0.5], [-1], [99]],
+    "comm": ["banana", 5, 1.5, {"x": 1}, ["0"], [0.5], [-1], [99], [0, 0], []],
     "process_sets": [5, "banana", b"dynamic", {"x": 1}, [5], ["banana"], [["0"]], [[99]], [[]]],
     "backend": [5, "banana", b"torch", True],
     "transport": [5, "banana", b"gloo", True],

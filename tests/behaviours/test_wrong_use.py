@@ -14,24 +14,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import dualdist as hvd
 
+from ..helpers.ranks import check_next_calls_work, is_last
+from ..helpers.styles import STYLES, distributed, step
 from ..helpers.world import everywhere
-from .test_mismatch import check_next_calls_work
-
-
-def last() -> bool:
-    return hvd.rank() == hvd.size() - 1
-
-
-def in_optimizer(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters())
-
-
-def in_module(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    return hvd.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=1.0)
-
-
-STYLES: dict[str, Callable[[nn.Module], Any]] = {"optimizer": in_optimizer, "ddp": in_module}
 
 
 def of(**sizes: int) -> nn.ParameterDict:
@@ -58,7 +43,8 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 def test_the_first_parameter_that_differs_is_named(difference: str, style: str) -> None:
     odd, theirs, ours = DIFFERENT[difference]
     with pytest.raises(hvd.CollectiveMismatchError, match="Mismatched parameters between ranks") as caught:
-        STYLES[style](odd() if last() else of(a=1, b=2, c=3))
+        model = odd() if is_last() else of(a=1, b=2, c=3)
+        distributed(style, model, torch.optim.SGD(model.parameters(), lr=1.0))
     first, mine, *_ = (line for line in str(caught.value).splitlines() if "parameters[1]" in line)
     assert theirs in first and ours in mine and f"rank {hvd.size() - 1} called" in mine
     assert "'a'" not in str(caught.value)
@@ -87,16 +73,12 @@ def lengthened(model: Any) -> None:
 
 MOVED = "'0.weight' changed from torch.float32 on cpu to torch.float64 on cpu"
 CHANGES = {
-    "optimizer, moved": (
-        in_optimizer,
-        moved,
-        "'0.weight' changed from torch.float32 on cpu to torch.float64 on",
-    ),
-    "ddp, moved": (in_module, moved, "'0.weight' changed from torch.float32 on cpu to torch.float64 on cpu"),
-    "ddp, replaced": (in_module, replaced, "'0.weight' is now a different parameter"),
-    "ddp, assigned": (in_module, assigned, "'0.weight' is now a different parameter"),
-    "ddp, exchanged": (in_module, exchanged, "'0.weight' is now a different parameter"),
-    "ddp, lengthened": (in_module, lengthened, "'1.weight' is now a different parameter"),
+    "optimizer, moved": (moved, MOVED),
+    "module, moved": (moved, MOVED),
+    "module, replaced": (replaced, "'0.weight' is now a different parameter"),
+    "module, assigned": (assigned, "'0.weight' is now a different parameter"),
+    "module, exchanged": (exchanged, "'0.weight' is now a different parameter"),
+    "module, lengthened": (lengthened, "'1.weight' is now a different parameter"),
 }
 
 
@@ -104,10 +86,11 @@ CHANGES = {
 @pytest.mark.parametrize("case", CHANGES)
 @everywhere
 def test_a_model_that_is_changed_after_wrapping_is_an_error_on_every_rank(case: str, who: str) -> None:
-    wrap, change, words = CHANGES[case]
+    change, words = CHANGES[case]
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
-    wrapped, optimizer = wrap(model)
-    changed = who == "all" or last()
+    style, _ = case.split(", ")
+    wrapped, optimizer = distributed(style, model, torch.optim.SGD(model.parameters(), lr=1.0))
+    changed = who == "all" or is_last()
     for number in range(2):
         if changed and number == 1:
             change(model)
@@ -135,7 +118,7 @@ def test_a_gradient_of_another_shape_is_an_error_on_every_rank() -> None:
     weight = nn.Parameter(torch.zeros(2, 3))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
     weight.grad = torch.ones(2, 3)
-    if last():
+    if is_last():
         weight.grad.data = torch.ones(5)
         with pytest.raises(ValueError, match=r"the gradient of 'weight' is \(5,\), torch.float32 on cpu"):
             optimizer.step()
@@ -153,15 +136,6 @@ def test_a_module_is_wrapped_once() -> None:
     for module in (wrapped, nn.Sequential(wrapped)):
         with pytest.raises(TypeError, match="`module` must not be distributed already"):
             hvd.DistributedDataParallel(module)
-
-
-@everywhere
-def test_a_module_may_get_parts_without_parameters() -> None:
-    model = nn.Sequential(nn.Linear(1, 1))
-    wrapped = hvd.DistributedDataParallel(model)
-    for _ in range(2):
-        model.append(nn.Tanh())
-        wrapped(torch.ones(1, 1)).sum().backward()
 
 
 @everywhere
@@ -241,10 +215,9 @@ def test_an_optimizer_that_could_not_be_wrapped_can_be_wrapped_again() -> None:
     with pytest.raises(ValueError, match="`gradient_predivide_factor` must be"):
         hvd.DistributedOptimizer(optimizer, gradient_predivide_factor=0)
     with pytest.raises(hvd.CollectiveMismatchError, match="prescale_factor"):
-        hvd.DistributedOptimizer(optimizer, gradient_predivide_factor=2.0 if last() else 1.0)
+        hvd.DistributedOptimizer(optimizer, gradient_predivide_factor=2.0 if is_last() else 1.0)
     optimizer = hvd.DistributedOptimizer(optimizer)
-    weight.mul(hvd.rank() + 1.0).sum().backward()
-    optimizer.step()
+    step(optimizer, weight)
     assert weight.item() == -(hvd.size() + 1) / 2
 
 
@@ -255,11 +228,9 @@ def test_parameters_that_one_rank_alone_adds_are_an_error_on_every_rank() -> Non
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     for turn in range(3):
         with pytest.raises(hvd.CollectiveMismatchError) if turn == 1 else nullcontext():
-            if turn == 1 and last():
+            if turn == 1 and is_last():
                 optimizer.add_param_group({"params": [more]})
-            optimizer.zero_grad()
-            weight.mul(hvd.rank() + 1.0).sum().backward()
-            optimizer.step()
+            step(optimizer, weight)
     assert len(optimizer.param_groups) == 1
     assert weight.item() == -(hvd.size() + 1)
     check_next_calls_work()

@@ -33,8 +33,9 @@ from dualdist.checkpoint import CheckpointManager
 from dualdist.elastic import TorchState
 from dualdist.elastic.state import ModelStateHandler, OptimizerStateHandler
 
-from ..helpers.rejoining import outside_world
+from ..helpers.rejoining import rejoin
 from ..helpers.script_launch import Ended, finish
+from ..helpers.styles import distributed
 from ..helpers.world import World
 from .device import DEVICE, IS_GPU, KIND, TRANSPORT, VARIABLES, load, needs_device, sleep
 
@@ -111,10 +112,7 @@ def sparse_steps(device: str) -> list[torch.Tensor]:
         model.to(device, torch.float64)
         for param in model.parameters():
             nn.init.ones_(param)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.25)
-        network = hvd.DistributedDataParallel(model) if style == "module" else model
-        if style == "optimizer":
-            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        network, optimizer = distributed(style, model, torch.optim.SGD(model.parameters(), lr=0.25))
         for _ in range(2):
             step(network, optimizer, torch.tensor([0, hvd.rank() + 1, hvd.rank() + 1], device=device))
             assert model[0].weight.grad.is_sparse
@@ -264,13 +262,9 @@ def mixed_steps(first: str, second: str, style: str) -> list[torch.Tensor]:
     """Return gradients and parameters after each of 3 steps of a model on two devices."""
     torch.manual_seed(hvd.rank())
     model = TwoDevices(first, second)
-    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.1)
-    network: Any = model
-    if style == "module":
-        network = hvd.DistributedDataParallel(model)
-    else:
+    if style == "optimizer":
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    network, optimizer = distributed(style, model, torch.optim.Adam(model.parameters(), lr=0.1))
     results: list[torch.Tensor] = []
     for _ in range(3):
         step(network, optimizer, drawn("cpu", 6, 4))
@@ -478,8 +472,7 @@ def rejoined(device: str) -> tuple[list[float], int]:
 
     weights, before = trained(device), 0
     for cycle in range(6):
-        with outside_world():
-            pass
+        rejoin()
         weights += [*trained(device), *trained(device)]
         if cycle == 0:
             before = free()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 import dualdist as hvd
-from dualdist.elastic import TorchState
+from dualdist.elastic import StateHandler, TorchState, get_handler_registry, set_handler_registry
 
 BATCHES = 6
 RATE, MOMENTUM = 0.5, 0.5
@@ -45,3 +47,14 @@ def train_batch(state: Any) -> None:
 
 def weight(state: Any) -> float:
     return float(state.model.weight.item())
+
+
+@contextlib.contextmanager
+def handled(kind: type, handler: type[StateHandler]) -> Iterator[None]:
+    """Let elastic states handle objects of `kind` by `handler` in the `with` block."""
+    before = get_handler_registry()
+    set_handler_registry([(kind, handler), *before])
+    try:
+        yield
+    finally:
+        set_handler_registry(before)

@@ -1,13 +1,15 @@
-"""Recording what a rank sends for agreements."""
+"""Recording what a rank sends."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from dualdist.core.agreement.connections import Connections
+from dualdist.core.backends.base import Group, Work
 
 
 @contextlib.contextmanager
@@ -23,3 +25,17 @@ def exchanges() -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Connections, "allgather_messages", counted)
         yield made
+
+
+@contextlib.contextmanager
+def reductions(group: Group, record: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Call `record` with each tensor that `group` reduces in the `with` block."""
+    allreduce = group.allreduce_
+
+    def recorded(tensor: torch.Tensor, op: int, tag: str = "") -> Work:
+        record(tensor)
+        return allreduce(tensor, op, tag)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "allreduce_", recorded)
+        yield

@@ -51,6 +51,11 @@ ODD: Mapping[str, Callable[[], Any]] = MappingProxyType(
 )
 """Wrong values for most parameters. 7 is no rank in the worlds of the tests, and six rows divide by their sizes."""
 
+POSITIVE = (
+    "backward_passes_per_step bucket_cap_mb groups nprocs num_proc num_replicas passes start_timeout".split()
+)
+"""Numbers that must not be 0."""
+
 MORE: Mapping[str, Mapping[str, Callable[[], Any]]] = MappingProxyType(
     {
         "tensor": {
@@ -63,10 +68,32 @@ MORE: Mapping[str, Mapping[str, Callable[[], Any]]] = MappingProxyType(
         "process_set": {"unregistered": lambda: hvd.ProcessSet([0])},
         "splits": {
             "digits": lambda: "22",
+            "other integers": lambda: torch.ones(hvd.size(), dtype=torch.int64),
+            "too many": lambda: [1] * (hvd.size() + 1),
             "negative rows": lambda: [-1] * hvd.size(),
             "too many rows": lambda: [100] * hvd.size(),
         },
-        "add_process_set.process_set": {"outside": lambda: [hvd.size()], "twice": lambda: [0, 0]},
+        "alltoall.tensor": {"number": lambda: torch.tensor(1.0)},
+        "tensors": {"no tensor": list},
+        "root_rank": {"size": hvd.size},
+        "gradient": {"maximum": lambda: hvd.Max},
+        "op": {
+            "float": lambda: 1.0,
+            "next": lambda: 6,
+            "number": lambda: torch.tensor(1),
+            "name": lambda: "sum",
+            "bits": lambda: torch.distributed.ReduceOp.BAND,
+            "factor": lambda: torch.distributed.ReduceOp.PREMUL_SUM,
+        },
+        "add_process_set.process_set": {
+            "outside": lambda: [hvd.size()],
+            "twice": lambda: [0, 0],
+            "nobody": list,
+            "negative rank": lambda: [-1],
+        },
+        "lr.warmup.factor": {"zero": lambda: 0, "half": lambda: 0.5},
+        "rank": {"size": hvd.size},
+        **{name: {"zero": lambda: 0} for name in POSITIVE},
         "ranks_or_comm": {"twice": lambda: [0, 0], "negative rank": lambda: [-1]},
     }
 )

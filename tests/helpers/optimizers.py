@@ -158,4 +158,5 @@ def _tensor_difference(found: torch.Tensor, expected: torch.Tensor) -> str | Non
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().as_subclass(torch.Tensor).resolve_conj().reshape(-1).contiguous().view(torch.uint8)
+    plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+    return plain.reshape(-1).contiguous().view(torch.uint8)

@@ -21,6 +21,12 @@ def outside_world() -> Iterator[None]:
         hvd.init()
 
 
+def rejoin() -> None:
+    """Leave the world, and join it again."""
+    hvd.shutdown()
+    hvd.init()
+
+
 @contextmanager
 def rejoined(world: World, variables: Mapping[str, str]) -> Iterator[None]:
     """Let all ranks join again with these environment variables, and after the body of the `with` without them."""
@@ -33,6 +39,5 @@ def _rejoin(variables: Mapping[str, str | None]) -> dict[str, str | None]:
     """Return the former values of the variables. None: it is not set."""
     former = {name: os.environ.pop(name, None) for name in variables}
     os.environ.update({name: value for name, value in variables.items() if value is not None})
-    with outside_world():
-        pass
+    rejoin()
     return former

@@ -134,16 +134,16 @@ def split(model: Any, mesh: Any) -> None:
         distribute_module(layer, mesh, input_fn=takes, output_fn=gives)
 
 
+def trained(model: Any, place: tuple[int, int], **options: Any) -> list[float]:
+    """Train a model that each rank holds a part of, and return its weights."""
+    train(model, adamw(model.parameters()), place, **options)
+    return weights(model)
+
+
 def sharded_on(mesh: Any) -> list[float]:
     model = transformer()
     shard(model, mesh)
-    train(
-        model,
-        adamw(model.parameters()),
-        (hvd.rank(), hvd.size()),
-        synchronizes=model.set_requires_gradient_sync,
-    )
-    return weights(model)
+    return trained(model, (hvd.rank(), hvd.size()), synchronizes=model.set_requires_gradient_sync)
 
 
 def fully_sharded() -> list[float]:
@@ -164,9 +164,7 @@ def tensor_parallel() -> list[float]:
             hvd.allreduce_(param.grad.to_local(), process_set=mesh["data"])
         nn.utils.clip_grad_norm_(model.parameters(), NORM)
 
-    place = mesh["data"].get_local_rank(), hvd.size() // 2
-    train(model, adamw(model.parameters()), place, clip=clip)
-    return weights(model)
+    return trained(model, (mesh["data"].get_local_rank(), hvd.size() // 2), clip=clip)
 
 
 def tensor_parallel_and_sharded() -> list[float]:
@@ -174,17 +172,14 @@ def tensor_parallel_and_sharded() -> list[float]:
     split(model, mesh["model"])
     shard(model, mesh["data"])
     place = mesh["data"].get_local_rank(), hvd.size() // 2
-    train(model, adamw(model.parameters()), place, synchronizes=model.set_requires_gradient_sync)
-    return weights(model)
+    return trained(model, place, synchronizes=model.set_requires_gradient_sync)
 
 
 def replicated() -> list[float]:
     from torch.distributed._composable.replicate import replicate
 
     model: Any = replicate(transformer(), device_mesh=hvd.device_mesh())
-    place = hvd.rank(), hvd.size()
-    train(model, adamw(model.parameters()), place, synchronizes=model.set_requires_gradient_sync)
-    return weights(model)
+    return trained(model, (hvd.rank(), hvd.size()), synchronizes=model.set_requires_gradient_sync)
 
 
 def with_shared_optimizer_state() -> list[float]:

@@ -5,6 +5,7 @@ A global batch is dealt out to the ranks, so 1, 2 and 3 of them train on the sam
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dualdist as hvd
 
+from .styles import distributed
+
 SAMPLES, BATCH = 24, 6
-STYLES = ("optimizer", "ddp")
 
 
 class Sampler:
@@ -53,30 +55,34 @@ def make_state(style: str, *, seed: int = 1) -> dict[str, Any]:
     """Return what is saved of a training in one of STYLES; its weights follow from `seed`. Collective."""
     model, optimizer = parts(seed)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    if style == "ddp":
-        model = hvd.DistributedDataParallel(model)
-    else:
+    if style == "optimizer":
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    model, optimizer = distributed(style, model, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
     own = {"sampler": Sampler(), "losses": []}
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ema": ema, **own}
 
 
-def train(state: dict[str, Any], steps: int, after_step: Any = lambda: None) -> list[float]:
-    """Make `steps` steps and return their global losses. Collective."""
+def stepped(state: dict[str, Any], steps: int, rank: int, size: int) -> Iterator[torch.Tensor]:
+    """Make `steps` steps, and yield the loss of each on this rank."""
     inputs, targets = data()
-    losses = []
     for _ in range(steps):
-        mine = state["sampler"].next_batch(hvd.rank(), hvd.size())
+        mine = state["sampler"].next_batch(rank, size)
         state["optimizer"].zero_grad()
         loss = nn.functional.mse_loss(state["model"](inputs[mine]), targets[mine])
         loss.backward()
         state["optimizer"].step()
         state["scheduler"].step()
+        yield loss.detach()
+
+
+def train(state: dict[str, Any], steps: int, after_step: Any = lambda: None) -> list[float]:
+    """Make `steps` steps and return their global losses. Collective."""
+    losses = []
+    for loss in stepped(state, steps, hvd.rank(), hvd.size()):
         model = state["model"]
         state["ema"].update_parameters(getattr(model, "module", model))
-        losses.append(hvd.allreduce(loss.detach()).item())
+        losses.append(hvd.allreduce(loss).item())
         state["losses"].append(losses[-1])
         after_step()
     return losses
@@ -84,16 +90,7 @@ def train(state: dict[str, Any], steps: int, after_step: Any = lambda: None) -> 
 
 def plain_losses(steps: int) -> list[float]:
     """Return the losses of the uninterrupted run, in one process, without dualdist."""
-    inputs, targets = data()
     model, optimizer = parts(1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
-    sampler, losses = Sampler(), []
-    for _ in range(steps):
-        batch = sampler.next_batch(0, 1)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(inputs[batch]), targets[batch])
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        losses.append(loss.item())
-    return losses
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": Sampler()}
+    return [loss.item() for loss in stepped(state, steps, 0, 1)]
