@@ -16,7 +16,6 @@ from dualdist.core.gradients.bucket_memory import (
     Bucket,
     BucketMemory,
     TrackedParameter,
-    as_real,
 )
 
 
@@ -125,13 +124,6 @@ def test_views_have_the_memory_layout_of_their_parameter() -> None:
     by_param = {slot.param: slot for slot in bucket.slots}
     assert by_param[0].stride == tensors[0].stride() and by_param[1].stride == tensors[1].stride()
     assert by_param[2].stride == (3, 1), "a parameter with gaps is laid out without them"
-
-
-def test_complex_numbers_are_pairs() -> None:
-    tensor = torch.tensor([1 + 2j, 3 + 4j])
-    assert as_real(tensor).tolist() == [[1, 2], [3, 4]]
-    (bucket,) = lay_out([tensor], set(), None)
-    assert bucket.dtype == torch.float32 and bucket.numel == 4
 
 
 def test_views_follow_a_flat_tensor_that_starts_elsewhere() -> None:

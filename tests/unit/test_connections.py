@@ -88,21 +88,6 @@ def test_news_of_the_member_itself_end_its_wait() -> None:
     assert each_of(1, member) == [False]
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_member_that_leaves_is_an_error_for_the_others_and_wakes_those_that_wait(waits: bool) -> None:
-    def member(peers: Connections) -> str:
-        if peers.rank == 1:
-            return "left"
-        if waits:
-            with contextlib.closing(News()) as news, news.listening() as signal:
-                assert peers.wait_for_peers(signal, 20)
-        with pytest.raises(HorovodInternalError, match=r"a rank has left|connection to a rank was lost"):
-            peers.alert() if waits else peers.allgather_messages(b"here")
-        return "noticed"
-
-    assert each_of(2, member) == ["noticed", "left"]
-
-
 def test_a_member_that_closes_without_a_goodbye_is_lost() -> None:
     closed = threading.Barrier(3)
 

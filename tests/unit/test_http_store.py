@@ -27,13 +27,6 @@ def ask(store: HttpStore, method: str, path: str, body: bytes | None = None) -> 
         connection.close()
 
 
-def test_a_value_is_found_after_it_is_set(store: HttpStore) -> None:
-    assert ask(store, "GET", "/global/0") == (404, b"")
-    assert ask(store, "PUT", "/global/0", b"\x00address") == (200, b"")
-    assert ask(store, "GET", "/global/0") == (200, b"\x00address")
-    assert ask(store, "GET", "/other/0") == (404, b"")
-
-
 def test_a_scope_is_emptied_when_all_its_members_have_connected(store: HttpStore) -> None:
     ask(store, "PUT", "/global/0", b"x")
     ask(store, "PUT", "/local_here/0", b"y")

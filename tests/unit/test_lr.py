@@ -57,9 +57,3 @@ def test_a_warmup_of_no_steps_has_the_full_rate_at_once() -> None:
     cosine = CosineAnnealingLR(trained, T_max=10)
     assert lr.warmup(trained, 0, 4, then=cosine) is cosine
     assert rates(lr.warmup(optimizer(), 0, 4), 3) == [0.8, 0.8, 0.8]
-
-
-def test_a_factor_below_1_is_an_error() -> None:
-    for factor in (0.5, 0):
-        with pytest.raises(ValueError, match="`factor` must be a finite number of at least 1"):
-            lr.warmup(optimizer(), 5, factor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import secrets
 import socket
 import subprocess
@@ -22,7 +21,7 @@ import torch
 from torch.distributed import HashStore
 
 from dualdist.core import accelerator
-from dualdist.core.backends.store import StoreBoard, open_store
+from dualdist.core.backends.store import StoreBoard
 from dualdist.core.backends.torch import TorchBackend
 from dualdist.core.meeting import addresses
 from dualdist.core.meeting.boards import (
@@ -265,21 +264,6 @@ def gathered() -> Iterator[list[Meeting]]:
         yield list(pool.map(arrive, range(SIZE)))
 
 
-def raised_by(meeting: Meeting, seconds: float) -> str:
-    with pytest.raises(HorovodInternalError) as caught:
-        meeting.wait_for(Future(), seconds)
-    return str(caught.value)
-
-
-def test_all_others_raise_when_a_rank_ends_that_has_not_started() -> None:
-    with gathered() as meetings, ThreadPoolExecutor(2) as pool:
-        errors = [pool.submit(raised_by, meetings[rank], SECONDS) for rank in (0, 2)]
-        meetings[1].close(started=False)
-        for rank, error in zip((0, 2), errors, strict=True):
-            named = f"Rank {rank} could not connect to the other ranks: rank 1 has ended, is stopped"
-            assert named in error.result()
-
-
 def test_a_rank_that_ends_while_nccl_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's own function has no timeout. It runs in a thread with the device of this rank."""
     device, bound = torch.device("cuda", 1), []
@@ -327,12 +311,6 @@ def test_a_rank_that_ends_while_later_groups_connect_ends_the_wait() -> None:
     never.set()
 
 
-def test_all_others_name_a_rank_that_gives_no_sign_of_life() -> None:
-    with gathered() as meetings, ThreadPoolExecutor(2) as pool:
-        for error in pool.map(raised_by, [meetings[0], meetings[2]], (0.1, SECONDS)):
-            assert "rank 1 has ended, is stopped" in error
-
-
 def test_a_step_that_takes_too_long_while_all_are_alive_has_stalled() -> None:
     step: Future[int] = Future()
     with gathered() as meetings, ThreadPoolExecutor(2) as pool:
@@ -351,19 +329,6 @@ def test_a_rank_that_has_started_may_leave() -> None:
         meetings[2].check()
         meetings[0].close(started=True)
         meetings[2].check()
-
-
-def test_ranks_that_have_met_share_a_store(board: MakeBoard) -> None:
-    def run(rank: int) -> list[str]:
-        with Meeting(board(), rank, SIZE, SECONDS) as meeting:
-            shared = open_store(meeting, os.environ, SECONDS, f"message {rank}")
-            shared.listener.close()
-            assert shared.messages == tuple(f"message {other}" for other in range(SIZE))
-            shared.store.set(str(rank), "here")
-            return [shared.store.get(str(other)).decode() for other in range(SIZE)]
-
-    with ThreadPoolExecutor(SIZE) as pool:
-        assert list(pool.map(run, range(SIZE))) == [["here"] * SIZE] * SIZE
 
 
 SECRET = b"s" * 32

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils import _device
 
 import dualdist
 
@@ -28,6 +29,11 @@ def sources() -> dict[str, str]:
 @functools.cache
 def trees() -> dict[str, ast.Module]:
     return {file: ast.parse(source) for file, source in sources().items()}
+
+
+def nodes() -> list[tuple[str, ast.AST]]:
+    """Return each part of the code with its file."""
+    return [(file, node) for file, tree in trees().items() for node in ast.walk(tree)]
 
 
 PRIVATE_NAMES = {
@@ -189,20 +195,17 @@ def root(node: ast.expr) -> str:
 def own_names() -> set[str]:
     """Return the names of the package's functions and classes, and of the attributes of its classes."""
     names = set()
-    for tree in trees().values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                names.add(node.name)
-            if isinstance(node, ast.ClassDef):
-                names |= {
-                    part.id for line in node.body for part in ast.walk(line) if isinstance(part, ast.Name)
-                }
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.ctx, ast.Store)
-                and root(node) in ("self", "cls")
-            ):
-                names.add(node.attr)
+    for _, node in nodes():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {part.id for line in node.body for part in ast.walk(line) if isinstance(part, ast.Name)}
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and root(node) in ("self", "cls")
+        ):
+            names.add(node.attr)
     return names
 
 
@@ -250,23 +253,15 @@ def is_listed(found: dict[str, str], listed: list[str]) -> None:
 
 
 def test_private_names_of_others_become_fewer() -> None:
-    found = {
-        name: f"{file}:{getattr(node, 'lineno', 0)}"
-        for file, tree in trees().items()
-        for node in ast.walk(tree)
-        for name in uses(node)
-    }
+    found = {name: f"{file}:{getattr(node, 'lineno', 0)}" for file, node in nodes() for name in uses(node)}
     is_listed(found, [name for names in PRIVATE_NAMES.values() for name in names.split()])
 
 
 def test_private_methods_for_others_become_fewer() -> None:
-    names = {
-        node.attr for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-    }
+    names = {node.attr for _, node in nodes() if isinstance(node, ast.Attribute)}
     found = {
         method.name: f"{file}:{method.lineno}"
-        for file, tree in trees().items()
-        for node in ast.walk(tree)
+        for file, node in nodes()
         if isinstance(node, ast.ClassDef)
         for method in node.body
         if isinstance(method, ast.FunctionDef) and is_private(method.name) and method.name not in names
@@ -305,8 +300,21 @@ def test_patches_of_the_whole_process_become_fewer() -> None:
 def test_acts_on_the_whole_process_become_fewer() -> None:
     found = {
         f"{file}: {act}": f"{file}:{node.lineno}"
-        for file, tree in trees().items()
-        for node in ast.walk(tree)
+        for file, node in nodes()
         if isinstance(node, ast.Call) and (act := ast.unparse(node.func)) in ACTS
     }
     is_listed(found, [f"{file}: {act}" for file, acts in OF_THE_PROCESS.items() for act in acts])
+
+
+def test_each_new_tensor_names_its_device() -> None:
+    """A script may call torch.set_default_device("cuda"): then `torch.tensor(1)` is there."""
+    constructors = {f"torch.{function.__name__}" for function in _device._device_constructors()}
+    calls = [(file, node) for file, node in nodes() if isinstance(node, ast.Call)]
+    made = [(file, node) for file, node in calls if ast.unparse(node.func) in constructors]
+    assert made
+    without = [
+        f"{file}:{node.lineno}: {ast.unparse(node)}"
+        for file, node in made
+        if not any(keyword.arg == "device" for keyword in node.keywords)
+    ]
+    assert without == []

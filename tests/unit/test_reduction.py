@@ -12,12 +12,11 @@ from dualdist.core.agreement.matching import payload_capacity
 from dualdist.core.backends.base import Group, Work
 from dualdist.core.collectives.reduction import (
     Reduction,
-    neutral,
     payload_of,
     reduce_payloads,
     reduce_tensors,
 )
-from dualdist.core.types import Average, Max, Min, Product, Sum
+from dualdist.core.types import Average, Sum
 
 from .test_movement import Done
 
@@ -62,34 +61,9 @@ def test_the_average_of_equal_integers_is_that_integer(size: int) -> None:
     assert reduced_as_payload(size, [[1, -1, 5]] * size, Reduction(Average)) == [1, -1, 5]
 
 
-def test_averages_of_integers_are_truncated_toward_zero() -> None:
-    assert reduced_as_payload(2, [[1, -1, 3], [2, -2, 4]], Reduction(Average)) == [1, -1, 3]
-    assert reduced_as_payload(3, [[2, -2], [2, -2], [3, -3]], Reduction(Average)) == [2, -2]
-
-
-def test_factors_of_integers_are_truncated_toward_zero() -> None:
-    assert reduced(3, [3, -3], Reduction(Sum, prescale_factor=0.5), torch.int64) == [3, -3]
-    assert reduced(3, [3, -3], Reduction(Sum, postscale_factor=0.5), torch.int64) == [4, -4]
-    assert reduced(2, [3, -3], Reduction(Average, postscale_factor=0.5), torch.int64) == [1, -1]
-
-
-@pytest.mark.parametrize("op", [Min, Max, Product])
-def test_factors_apply_to_every_op(op: int) -> None:
-    assert reduced(2, [3.0], Reduction(op, 2.0, 10.0), torch.float64) == [60.0]
-
-
 def test_what_does_not_fit_travels_by_itself() -> None:
     group = cast(Group, EqualRanks(2))
     fits = payload_capacity(2) // 4
     assert len(payload_of(group, [torch.zeros(fits)], Reduction())) == 4 * fits
     assert payload_of(group, [torch.zeros(fits + 1)], Reduction()) == b""
     assert payload_of(group, [torch.zeros(1), torch.zeros(1, dtype=torch.int32)], Reduction()) == b""
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str)
-def test_a_joined_rank_changes_nothing(dtype: torch.dtype) -> None:
-    combine = {Sum: torch.add, Min: torch.minimum, Max: torch.maximum, Product: torch.mul}
-    for op, function in combine.items():
-        held = torch.tensor([0, 1, 5]).to(dtype)
-        nothing = torch.full((3,), neutral(dtype, op), dtype=dtype)
-        assert torch.equal(function(held, nothing).to(dtype), held)  # type: ignore[operator]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import re
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
@@ -18,7 +16,6 @@ from dualdist.core.agreement.guard import Guard
 from dualdist.core.agreement.observers import Observers
 from dualdist.core.collectives import join
 from dualdist.core.collectives.allreduce import ALLREDUCE
-from dualdist.core.gradients.combiner import OPTIMIZER
 from dualdist.core.types import Settings
 from dualdist.errors import ConfigurationError, StallError
 from dualdist.observation import survey as survey_module
@@ -114,12 +111,6 @@ def test_a_rank_that_is_ahead_is_not_missing(ranks: Sequence[Rank]) -> None:
     ]
 
 
-def test_ranks_that_answer_know_why_a_rank_gives_up(ranks: Sequence[Rank]) -> None:
-    found = begin(ranks[:1]).give_up()
-    assert [rank.world.notice for rank in ranks] == [None, *[found] * (SIZE - 1)]
-    assert ranks[1].pair.notice is None
-
-
 def test_ranks_that_wait_for_their_devices_give_up_when_a_member_does(ranks: Sequence[Rank]) -> None:
     """The rank that has died is no peer of theirs. What a rank outside of the process set says does not count."""
     ranks[1].watch.close()
@@ -205,48 +196,12 @@ def test_a_rank_whose_call_was_interrupted_also_in_another_channel_is_missing(ra
     ]
 
 
-def test_long_calls_are_shortened(ranks: Sequence[Rank]) -> None:
-    call = Call(OPTIMIZER, (("parameters", "x" * 10_000),))
-    text = str(begin(ranks[1:2], call).survey())
-    assert "...) at ?:0" in text and len(text) < 1000
-
-
 def test_ranks_that_are_late_are_not_missing_when_the_backend_fails(ranks: Sequence[Rank]) -> None:
     channel = begin(ranks[:3])
     assert channel.survey(has_failed=True).missing == []
     ranks[2].watch.close()
     assert channel.survey().missing == [2, 3, 4]
     assert channel.survey(has_failed=True).missing == [2]
-
-
-def test_a_rank_whose_process_did_not_run_is_missing(ranks: Sequence[Rank]) -> None:
-    channel, stopped = begin(ranks), ranks[1].watch
-    stopped._stopping.set()  # of its thread alone: it does not look at the clock any more
-    stopped._thread.join()
-    late = time.monotonic() - 700  # the timeout is 600 s
-    with mock.patch.object(stopped, "_next_tick", late):
-        assert channel.survey().missing == [1]
-        ranks[2].watch.close()
-        survey = ranks[1].world.survey()
-    assert survey.missing == [1]
-    text = r"did not run for 7\d\d s: stopped, or a thread kept Python's global lock; now waiting in "
-    assert re.fullmatch(text + re.escape(TEXT), survey.members[1].text)
-    assert channel.survey().missing == [2]
-
-
-def test_a_rank_that_ended_because_of_another_is_not_missing(ranks: Sequence[Rank]) -> None:
-    channel = begin(ranks[:3])
-    ranks[2].watch.close()
-    ranks[1].world.fail()
-    ranks[1].watch.close()
-    survey = channel.fail()
-    assert str(survey).splitlines() == [
-        "missing ranks: [2].",
-        "  rank 2: process ended, or called shutdown()",
-        f"  rank 0: waiting in {TEXT}",
-        f"  rank 1: ended because of rank 2, in {TEXT}",
-        "  ranks 3, 4: in no collective",
-    ]
 
 
 def test_the_cause_may_be_outside_the_process_set(ranks: Sequence[Rank]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import dualdist
+from dualdist import errors
 
 from .test_without_torch import run_python
 
@@ -173,6 +174,31 @@ def test_name_is_there_and_takes_what_horovod_takes(name: str, ours: dict[str, A
         assert all(default for _, _, default in more), f"{more} must have defaults: Horovod has none of them"
     else:
         assert found == expected
+
+
+PARENTS = {
+    errors.ConfigurationError: (ValueError,),
+    errors.BackendUnavailableError: (errors.ConfigurationError,),
+    errors.WorldMismatchError: (errors.ConfigurationError,),
+    errors.CheckpointError: (RuntimeError,),
+    errors.DamagedCheckpointError: (errors.CheckpointError,),
+    errors.HorovodInternalError: (RuntimeError,),
+    errors.NotInitializedError: (errors.HorovodInternalError, ValueError),
+    errors.CollectiveMismatchError: (errors.HorovodInternalError,),
+    errors.StallError: (errors.HorovodInternalError,),
+    errors.HostsUpdatedInterrupt: (RuntimeError,),
+    errors.ProcessEndedError: (RuntimeError,),
+    errors.ReplicaMismatchError: (RuntimeError,),
+}
+"""The errors, and the built-in ones that a script of Horovod may catch instead."""
+
+
+def test_the_tree_is_the_one_in_the_docstring_and_public() -> None:
+    assert {error.__name__ for error in PARENTS} == set(errors.__all__)
+    for error, parents in PARENTS.items():
+        assert error.__bases__ == parents
+        assert errors.__doc__ is not None and error.__name__ in errors.__doc__
+        assert getattr(dualdist, error.__name__) is error
 
 
 if __name__ == "__main__":

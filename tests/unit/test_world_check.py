@@ -16,7 +16,6 @@ from dualdist.doctor.world_check import (
     as_text,
     find_problems,
     find_warnings,
-    installed_versions,
 )
 from dualdist.doctor.world_links import Link
 
@@ -142,11 +141,6 @@ def test_the_one_link_that_is_slow_or_closed_is_named(slow: dict[str, Any], word
 def test_a_link_that_is_slower_than_required_is_named_even_if_all_are() -> None:
     links = [replace(link, bandwidth=5e6) for link in ring(2)]
     assert [problem.kind for problem in problems(world(links, 2))] == ["link", "link"]
-
-
-def test_this_interpreters_packages_have_their_versions() -> None:
-    found = installed_versions()
-    assert found["Python"].startswith("3.") and "pytest" in found and "dualdist" in found
 
 
 def test_a_gpu_on_another_numa_node_than_the_cores_is_named() -> None:
