@@ -60,17 +60,6 @@ def alone() -> list[float]:
     return weights(model)
 
 
-def averaged_weights() -> list[float]:
-    """Return the mean of the weights after each step of one process."""
-    model = network()
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    optimizer = sgd(model)
-    for batch in whole_batches():
-        train(model, optimizer, [batch])
-        averaged.update_parameters(model)
-    return weights(averaged)
-
-
 def wrapped() -> tuple[Any, Any]:
     """Return a model in a world, wrapped and bare."""
     hvd.init()
@@ -219,31 +208,6 @@ def with_torchmetrics() -> list[float]:
         loss.backward()
         optimizer.step()
     return [*weights(bare), float(metric.compute())]
-
-
-def with_averages() -> list[float]:
-    model, _ = wrapped()
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    optimizer = sgd(model)
-    for batch in batches():
-        train(model, optimizer, [batch])
-        averaged.update_parameters(model)
-    return weights(averaged)
-
-
-def with_compile() -> list[float]:
-    model, bare = wrapped()
-    train(torch.compile(model, backend="eager"), sgd(model), batches())
-    return weights(bare)
-
-
-def with_shared_optimizer_state() -> list[float]:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model, bare = wrapped()
-    optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-    train(model, optimizer, batches())
-    return weights(bare)
 
 
 def with_fully_shard() -> list[float]:

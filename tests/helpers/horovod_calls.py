@@ -26,6 +26,7 @@ from horovod.torch import compression, mpi_ops, optimizer, sync_batch_norm
 from horovod.torch.elastic import state as state_module
 
 AVERAGE_OF_TWO = {"op": hvd.Average, "prescale_factor": 2.0}
+waited = hvd.synchronize
 
 
 def plain(value: Any) -> Any:
@@ -43,10 +44,6 @@ def plain(value: Any) -> Any:
 
 def rows(count: int = 2) -> torch.Tensor:
     return torch.arange(2.0 * count).view(count, 2) + float(hvd.rank())
-
-
-def waited(handle: Any) -> Any:
-    return hvd.synchronize(handle)
 
 
 def in_place(function: Callable[..., Any], **options: Any) -> list[Any]:
@@ -228,10 +225,6 @@ def normalized() -> Any:
     return [layer.eps, layer.momentum, sorted(layer.state_dict()), layer(rows(4))]
 
 
-def checked_version(ver: Any, target: Any) -> Any:
-    return util.is_version_greater_equal_than(ver, target)
-
-
 def registered() -> list[Any]:
     registry = list(state_module.get_handler_registry())
     state_module.set_handler_registry(registry)
@@ -259,6 +252,27 @@ def on_both(function: Callable[[], Any]) -> Any:
 
 def built(name: str) -> list[Any]:
     return [on_both(getattr(hvd, name)), on_both(getattr(util, name))]
+
+
+TENSOR, SECOND, EVERY = "the tensor", torch.ones(2, 2), hvd.global_process_set
+APPLIED: dict[str, tuple[Any, ...]] = {
+    "HorovodAllreduce": (TENSOR, None, "a", hvd.Sum, 1.0, 1.0, EVERY),
+    "HorovodGroupedAllreduce": (None, "b", hvd.Sum, 1.0, 1.0, EVERY, TENSOR, SECOND),
+    "HorovodAllgather": (TENSOR, "c", EVERY),
+    "HorovodGroupedAllgather": ("d", EVERY, TENSOR, SECOND),
+    "HorovodBroadcast": (TENSOR, 0, "e", EVERY),
+    "HorovodAlltoall": (TENSOR, None, "f", EVERY),
+    "HorovodReducescatter": (TENSOR, "g", hvd.Sum, EVERY, 1.0, 1.0),
+    "HorovodGroupedReducescatter": ("h", hvd.Sum, EVERY, 1.0, 1.0, TENSOR, SECOND),
+}
+"""Functions of autograd, and their arguments."""
+
+
+def applied(name: str, *arguments: Any) -> list[Any]:
+    def apply(tensor: torch.Tensor) -> Any:
+        return getattr(mpi_ops, name).apply(*(tensor if one is TENSOR else one for one in arguments))
+
+    return gradient(apply)
 
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -365,38 +379,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "get_average_backwards_compatibility_fun": lambda: util.get_average_backwards_compatibility_fun(hvd)(
         2, True
     ),
-    "HorovodAllreduce": lambda: gradient(
-        lambda tensor: mpi_ops.HorovodAllreduce.apply(
-            tensor, None, "a", hvd.Sum, 1.0, 1.0, hvd.global_process_set
-        )
-    ),
-    "HorovodGroupedAllreduce": lambda: gradient(
-        lambda tensor: mpi_ops.HorovodGroupedAllreduce.apply(
-            None, "b", hvd.Sum, 1.0, 1.0, hvd.global_process_set, tensor, rows()
-        )
-    ),
-    "HorovodAllgather": lambda: gradient(
-        lambda tensor: mpi_ops.HorovodAllgather.apply(tensor, "c", hvd.global_process_set)
-    ),
-    "HorovodGroupedAllgather": lambda: gradient(
-        lambda tensor: mpi_ops.HorovodGroupedAllgather.apply("d", hvd.global_process_set, tensor, rows())
-    ),
-    "HorovodBroadcast": lambda: gradient(
-        lambda tensor: mpi_ops.HorovodBroadcast.apply(tensor, 0, "e", hvd.global_process_set)
-    ),
-    "HorovodAlltoall": lambda: gradient(
-        lambda tensor: mpi_ops.HorovodAlltoall.apply(tensor, None, "f", hvd.global_process_set)
-    ),
-    "HorovodReducescatter": lambda: gradient(
-        lambda tensor: mpi_ops.HorovodReducescatter.apply(
-            tensor, "g", hvd.Sum, hvd.global_process_set, 1.0, 1.0
-        )
-    ),
-    "HorovodGroupedReducescatter": lambda: gradient(
-        lambda tensor: mpi_ops.HorovodGroupedReducescatter.apply(
-            "h", hvd.Sum, hvd.global_process_set, 1.0, 1.0, tensor, rows()
-        )
-    ),
+    **{name: partial(applied, name, *arguments) for name, arguments in APPLIED.items()},
     "EXTENSIONS": lambda: util.EXTENSIONS,
     "check_extension": lambda: util.check_extension("horovod.torch", "X", hvd.__file__, "mpi_lib_v2"),
     "check_installed_version": lambda: util.check_installed_version("pytorch", torch.__version__),
@@ -407,9 +390,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "gpu_available": lambda: bool(mpi_ops.gpu_available("torch")) == torch.cuda.is_available(),
     "is_iterable": lambda: [util.is_iterable([]), util.is_iterable(1)],
     "is_version_greater_equal_than": lambda: [
-        checked_version("1.10.0", "1.9.0"),
-        checked_version("2.0.0rc1", "2.0.0"),
-        checked_version("2.15.0+cu132", "2.15.0"),
+        util.is_version_greater_equal_than(ver, target)
+        for ver, target in (("1.10.0", "1.9.0"), ("2.0.0rc1", "2.0.0"), ("2.15.0+cu132", "2.15.0"))
     ],
     "num_rank_is_power_2": lambda: [mpi_ops.num_rank_is_power_2(4), mpi_ops.num_rank_is_power_2(6)],
     "split_list": lambda: util.split_list([1, 2, 3, 4, 5], 2),

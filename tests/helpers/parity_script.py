@@ -72,8 +72,6 @@ def main(style: str) -> None:
             optimizer,
             named_parameters=model.named_parameters(),
             backward_passes_per_step=PASSES,
-            op=hvd.Sum if fault == "sum" else hvd.Average,
-            compression=hvd.Compression.fp16 if fault == "wire" else hvd.Compression.none,
         )
     if style == "horovod" and fault == "optimizer-state":
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener, wait
 from types import MappingProxyType
@@ -30,6 +31,10 @@ WORKER = ("-m", "tests.helpers.task_worker", "{address}", "{key}")
 """The arguments of Python that a launcher starts."""
 PROGRAM = (sys.executable, *WORKER)
 
+NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+TWO_AND_ONE = [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 1), (2, 3, 0, 1, 1, 2)]
+"""The numbers of every rank of three on two nodes."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -38,6 +43,8 @@ class Start:
     commands: tuple[tuple[str, ...], ...]
     size: int = 2
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    forks: bool = True
+    """False: new interpreters, not forks of one that has other libraries."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +71,13 @@ def run_tasks(start: Start, tasks: Sequence[Task], network: Network | None = Non
         listener = stack.enter_context(Listener(f"{folder}/socket", backlog=start.size, authkey=key.encode()))
         launchers = [
             popen(
-                forked([part.format(address=listener.address, key=key) for part in command]),
-                fork_variables() | {"PYTHONPATH": str(ROOT), **start.environment, MARK: mark},
+                forked(command) if start.forks else command,
+                (fork_variables() if start.forks else {})
+                | {"PYTHONPATH": str(ROOT), **start.environment, MARK: mark},
                 output,
             )
-            for command in start.commands
+            for parts in start.commands
+            for command in [[part.format(address=listener.address, key=key) for part in parts]]
         ]
         for launcher in launchers:
             stack.callback(abort, mark, launcher)
@@ -87,6 +96,30 @@ def run_tasks(start: Start, tasks: Sequence[Task], network: Network | None = Non
         text = output.read().decode(errors="replace")[-20_000:]
         assert not problem, f"{problem}\n{text}"
         return Outcome(reports, codes, text)
+
+
+Launches = dict[tuple[str, str], tuple[Future[Outcome], int]]
+"""For every launcher and what it tries: the outcome of the launch, and the number of its task there."""
+
+
+def reports_of(launches: Launches, case: tuple[str, str]) -> tuple[list[Report], str]:
+    """Return what every process reports of a case, and the output of the launch, which must exit with 0."""
+    future, place = launches[case]
+    outcome = future.result()
+    assert not any(outcome.codes), outcome.output
+    return outcome.reports[place], outcome.output
+
+
+def check_joined(ranks: Sequence[Report], backend: str, output: str, *, nodes: int = 1) -> None:
+    """Raise AssertionError unless every rank has joined the right world, on the right backend, and left it.
+
+    nodes: 1, or 2 for two processes and one.
+    """
+    size = len(ranks)
+    world = TWO_AND_ONE if nodes == 2 else [(rank, size, rank, size, 0, 1) for rank in range(size)]
+    assert [tuple(one.get(name) for name in NUMBERS) for one in ranks] == world, f"{ranks}\n{output}"
+    for one in ranks:
+        assert (one["runs"], one["sum"], one["ended"]) == (backend, int("1" * size), 0), output
 
 
 @contextlib.contextmanager

@@ -30,15 +30,9 @@ DIFFERENT: Mapping[str, str] = {
 
 def results(run: Run, folder: Path, *command: str) -> list[dict[str, Any]]:
     folder.mkdir()
-    settings = (
-        "--env",
-        "OMP_NUM_THREADS=1",
-        "--env",
-        "HOROVOD_DYNAMIC_PROCESS_SETS=1",
-        "--env",
-        "PYTHONPATH",
-    )
-    ended = run("-np", "2", *settings, "--env", "HOROVOD_TIMELINE=DYNAMIC", *command, CALLS, str(folder))
+    variables = "OMP_NUM_THREADS=1 HOROVOD_DYNAMIC_PROCESS_SETS=1 HOROVOD_TIMELINE=DYNAMIC PYTHONPATH".split()
+    settings = [word for variable in variables for word in ("--env", variable)]
+    ended = run("-np", "2", *settings, *command, CALLS, str(folder))
     assert ended.code == 0
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

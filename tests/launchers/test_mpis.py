@@ -6,8 +6,6 @@ all of them. Open MPI 4 is in test_matrix.py.
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +16,8 @@ import pytest
 
 from ..helpers.forks import MPI_FOLDER
 from ..helpers.requirements import need, need_modules, need_programs
-from ..helpers.script_launch import finish
+from ..helpers.task_launch import PROGRAM, Start, check_joined, run_tasks
+from ..helpers.task_worker import Task
 
 BACKENDS = ("torch+gloo", "horovod+gloo", "torch+mpi")
 """Horovod's own MPI needs the library for which Horovod was compiled, which is Open MPI 4 here."""
@@ -90,9 +89,9 @@ def test_the_processes_of_an_mpi_join_one_world(name: str, size: int, tmp_path: 
     environment = dict(mpi.environment)
     if mpi.libraries is not None:
         environment["LD_LIBRARY_PATH"] = str(mpi.libraries(tmp_path))
-    program = (*mpi.wrapper, sys.executable, "-m", "tests.helpers.backends_in_turn", *mpi.backends)
-    # A fork would have the libraries of the process from which it was forked.
-    output = finish([mpi.program, *mpi.options, "-n", str(size), *program], environment, forks=False).check()
-    found = re.findall(r"^(?:torch|horovod)\+.*$", output, re.MULTILINE)
-    numbers = [f"{rank} of {size}, local {rank} of {size}, sum {'1' * size}" for rank in range(size)]
-    assert sorted(found) == sorted(f"{backend}: {one}" for backend in mpi.backends for one in numbers)
+    command = (mpi.program, *mpi.options, "-n", str(size), *mpi.wrapper, *PROGRAM)
+    start = Start((command,), size, environment, forks=False)
+    outcome = run_tasks(start, [Task(*backend.split("+")) for backend in mpi.backends])
+    assert outcome.codes == [0], outcome.output
+    for backend, ranks in zip(mpi.backends, outcome.reports, strict=True):
+        check_joined(ranks, backend, outcome.output)

@@ -66,13 +66,11 @@ def compared(folder: Path, *arguments: str | Path) -> Any:
         ("sync-bn", 0, 0, "output of the model", "layer"),
         ("sampler", 0, 0, "batch", "data-order"),
         ("set-epoch", 3, 0, "batch", "set-epoch"),
-        ("sum", 0, 0, "reduced gradient", "reduction"),
         ("accumulation", 0, 0, "loss", "scale"),
         ("dropout", FAULTY_STEP, 0, "output of the model", "random-numbers"),
         ("params", -1, 1, "initial weights", "no-broadcast"),
         ("buffers", -1, 1, "initial buffers", "no-broadcast-of-buffers"),
         ("overflow", FAULTY_STEP, 1, "loss", "operations"),
-        ("wire", 0, 0, "reduced gradient", "reduction"),
         ("no-reduction", 0, 0, "reduced gradient", "reduction"),
     ],
 )

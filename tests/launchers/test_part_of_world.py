@@ -38,19 +38,9 @@ def test_the_members_of_a_communicator_form_a_world_and_communicators_are_proces
     assert (ended.code, ended.output) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("comm", "words"),
-    [
-        ("nccl", r"`comm` must be .*'nccl' instead.*backend=.*transport="),
-        ("banana", r"`comm` must be .*'banana' instead.*backend=.*transport="),
-        ([1], r"`comm` must name ranks below 1, each once, but is \[1\]"),
-        ([0, 0], "`comm` must name ranks below 1, each once"),
-        ([], "`comm` must name ranks"),
-    ],
-)
-def test_a_wrong_communicator_is_an_error_that_names_it(comm: object, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        hvd.init(comm)
+def test_the_error_for_a_transport_in_place_of_a_communicator_names_its_argument() -> None:
+    with pytest.raises(ConfigurationError, match=r"`comm` must be .*'nccl' instead.*backend=.*transport="):
+        hvd.init("nccl")  # type: ignore[arg-type]
 
 
 def test_ranks_outside_the_list_and_launchers_without_mpi_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,30 +10,30 @@ import pytest
 
 from ..helpers.forks import MPI_FOLDER
 from ..helpers.requirements import need
-from ..helpers.script_launch import finish
 from ..helpers.slurm_cluster import Slurm
+from ..helpers.task_launch import PROGRAM, Start, check_joined, run_tasks
+from ..helpers.task_worker import Task
 
 STEP = ("srun", "-N", "2", "-n", "3")
 DOCTOR = (sys.executable, "-m", "tests.helpers.faulty_doctor")
 
 
 def test_without_pmix_the_default_transport_is_gloo(slurm: Slurm) -> None:
-    program = (sys.executable, "-m", "tests.helpers.backends_in_turn", "torch")
-    output = slurm.finish(*STEP, "--mpi=pmi2", *program).check()
-    assert output.count("torch+gloo: ") == output.count("sum 111") == 3
+    start = Start(((*STEP, "--mpi=pmi2", *PROGRAM),), 3, slurm.environment)
+    outcome = run_tasks(start, [Task("torch", None)])
+    check_joined(outcome.reports[0], "torch+gloo", outcome.output, nodes=2)
 
 
 @pytest.mark.only_ci
 def test_mpich_starts_by_pmi2(slurm: Slurm) -> None:
     libraries = MPI_FOLDER / "mpich" / "lib"
     need(libraries.exists(), "needs the wheel mpich")
-    program = (sys.executable, "-m", "tests.helpers.backends_in_turn", "torch+mpi")
     # With UCX, MPICH sends 4 KiB of its memory in lines of text, which may be longer than Slurm reads (1,023 bytes).
     network = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
     variables = {**slurm.environment, "LD_LIBRARY_PATH": str(libraries), **network}
-    # A fork would have the libraries of the process from which it was forked.
-    output = finish([*STEP, "--mpi=pmi2", *program], variables, forks=False).check()
-    assert output.count("torch+mpi: ") == output.count("sum 111") == 3
+    start = Start(((*STEP, "--mpi=pmi2", *PROGRAM),), 3, variables, forks=False)
+    outcome = run_tasks(start, [Task("torch", "mpi")])
+    check_joined(outcome.reports[0], "torch+mpi", outcome.output, nodes=2)
 
 
 @pytest.mark.only_ci(where=lambda mpi: mpi != "pmix")

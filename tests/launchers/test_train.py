@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..helpers.script_launch import LAUNCHERS, finish, launch
+from ..helpers.script_launch import LAUNCHERS, Script, finish, launch
+from .test_examples import SCRIPT
 
 TRAIN = "examples/train.py"
 
@@ -78,36 +78,18 @@ WRONG = {
 }
 
 
-def test_a_wrong_option_ends_with_one_line_that_names_it(tmp_path: Path) -> None:
-    script = tmp_path / "every_mistake.py"  # one process for all: importing torch takes most of the time
-    script.write_text(
-        "import contextlib, io, json, runpy, sys\n"
-        "sys.path.insert(0, 'examples')\n"
-        "for options in sys.argv[2:]:\n"
-        "    said = io.StringIO()\n"
-        "    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):\n"
-        "        try:\n"
-        "            sys.argv = ['train.py', *options.split()]\n"
-        f"            runpy.run_path({TRAIN!r}, run_name='__main__')\n"
-        "            code = 0\n"
-        "        except SystemExit as error:\n"
-        "            code = error.code\n"
-        "    print(json.dumps([code, said.getvalue()]))\n"
+def test_a_wrong_option_ends_with_one_line_that_names_it(script: Script) -> None:
+    path = script(
+        "import sys\nsys.stderr = type('', (), {'__getattr__': lambda _, name: getattr(sys.stdout, name)})()\n"
+        + SCRIPT
     )
-    ended = launch("python", str(script), "-", *WRONG.values())
+    ended = launch("python", path, json.dumps([f"train.py {options}" for options in WRONG.values()]))
     told = [json.loads(line) for line in ended.output.splitlines()]
     assert len(told) == len(WRONG)
     for name, (code, text) in zip(WRONG, told, strict=True):
         assert code == 2
         (line,) = text.splitlines()
         assert name in line
-
-
-def test_a_wrong_option_under_a_launcher_is_named() -> None:
-    ended = launch("mpirun-torch", TRAIN, "--batch-size", "0")
-    assert ended.code == 2
-    assert "train.py: error: argument --batch-size" in ended.output
-    assert "Traceback" not in ended.output
 
 
 def test_a_rank_that_fails_alone_names_the_wrong_option() -> None:
