@@ -78,22 +78,21 @@ def train(
     return float(weight.sum().item())
 
 
-def forked(body: Callable[[], object]) -> int:
-    """Run `body` in a fork, and return its exit code, or minus the signal that ended it."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            body()
-            code = ENDED
-        except hvd.CheckpointError:
-            code = FAILED
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def forked(*bodies: Callable[[], int]) -> list[int]:
+    """Run each of `bodies` in a fork, and return the exit codes that they return, or minus the signals."""
+    pids = []
+    for body in bodies:
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            code = 1
+            try:
+                code = body()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
 class SharedNumbers:
@@ -117,12 +116,13 @@ def undisturbed(folder: Path) -> tuple[float, int]:
     """Return the sum of the weights of an uninterrupted run, and the number of its file system operations."""
     shared, counting = SharedNumbers(), CountingFileSystem()
 
-    def body() -> None:
+    def body() -> int:
         seeded()
         shared.set(0, train(folder, counting, lambda step: None, lambda step: None))
         shared.set(1, counting.count)
+        return ENDED
 
-    assert forked(body) == ENDED
+    assert forked(body) == [ENDED]
     return shared.get(0), int(shared.get(1))
 
 
@@ -141,18 +141,23 @@ def killed(
 
     disk = FaultyFileSystem(kill, fails_at=fails_at, delay=1e-4) if faulty else CountingFileSystem(kill)
 
-    def first() -> None:
+    def first() -> int:
         seeded()
-        train(folder, disk, functools.partial(shared.set, 0), lambda step: None, asynchronous)
+        try:
+            train(folder, disk, functools.partial(shared.set, 0), lambda step: None, asynchronous)
+        except hvd.CheckpointError:
+            return FAILED
+        return ENDED
 
-    def second() -> None:
+    def second() -> int:
         seeded()
         start = functools.partial(shared.set, 1)
         shared.set(2, train(folder, CountingFileSystem(), lambda step: None, start, asynchronous))
+        return ENDED
 
-    code = forked(first)
+    (code,) = forked(first)
     ended_by = signal.Signals(-code).name if code < 0 else {FAILED: "an error"}.get(code, f"exit code {code}")
-    assert forked(second) == ENDED
+    assert forked(second) == [ENDED]
     names = sorted(path.name for path in folder.glob("*step-*"))
     steps, restored = int(shared.get(0)), int(shared.get(1))
     return Run(faulty, asynchronous, ended_by, steps, restored, shared.get(2) == expected, names)

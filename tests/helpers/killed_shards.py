@@ -7,6 +7,7 @@ prints one JSON object per run. Each rank is a fork of this process.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -28,7 +29,7 @@ import torch.distributed.fsdp  # noqa: F401
 import dualdist as hvd
 from dualdist.checkpoint import CheckpointManager
 
-from .killed_runs import SharedNumbers
+from .killed_runs import SharedNumbers, forked
 from .sharded_training import adamw, shard, train, transformer, weights
 
 EVERY, STEPS, RANKS = 2, 6, 2
@@ -72,35 +73,25 @@ def run(
     return restored, weights(model)
 
 
-def forked(ranks: int, meeting: Path, body: Callable[[], object]) -> list[int]:
+def joined(ranks: int, meeting: Path, body: Callable[[], object]) -> list[int]:
     """Run `body` on each rank of a world, and return their exit codes, or minus the signals."""
 
-    def child(rank: int) -> None:
-        code = 1
+    def child(rank: int) -> int:
         try:
             hvd.init(
                 init_method=f"file://{meeting}", rank=rank, world_size=ranks, backend="torch", timeout=20
             )
             body()
-            code = 0
         except (hvd.HorovodInternalError, RuntimeError) as error:
+            if isinstance(error, hvd.HorovodInternalError) and "rank" in str(error):
+                return 3
             # torch's own collectives, in the model, raise c10d's errors.
-            code = 3 if isinstance(error, hvd.HorovodInternalError) and "rank" in str(error) else 4
-            raised = "".join(traceback.format_exception(error))
-            if code == 4 and not re.search("torch/distributed/(fsdp|tensor)/", raised):
+            if not re.search("torch/distributed/(fsdp|tensor)/", "".join(traceback.format_exception(error))):
                 traceback.print_exc()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
+            return 4
+        return 0
 
-    pids = []
-    for rank in range(ranks):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            child(rank)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return forked(*(functools.partial(child, rank) for rank in range(ranks)))
 
 
 def counting(at: Callable[[int], None]) -> Callable[[CheckpointManager], None]:
@@ -138,7 +129,7 @@ def undisturbed(folder: Path, asynchronous: bool) -> tuple[Sequence[int], Path]:
         if hvd.rank() == 0:
             path.write_text(json.dumps(found))
 
-    assert forked(RANKS, folder / "meeting", body) == [0] * RANKS
+    assert joined(RANKS, folder / "meeting", body) == [0] * RANKS
     return [int(shared.get(rank)) for rank in range(RANKS)], path
 
 
@@ -153,7 +144,7 @@ def killed(
         if number == moment and hvd.rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    ended = forked(RANKS, folder / "meeting", lambda: run(folder / "saved", asynchronous, counting(kill)))
+    ended = joined(RANKS, folder / "meeting", lambda: run(folder / "saved", asynchronous, counting(kill)))
 
     def again() -> None:
         restored, found = run(folder / "saved", asynchronous, lambda manager: None)
@@ -162,7 +153,7 @@ def killed(
             shared.set(0, restored)
             shared.set(1, max(abs(one - other) for one, other in pairs))
 
-    assert forked(ranks, folder / "meeting again", again) == [0] * ranks
+    assert joined(ranks, folder / "meeting again", again) == [0] * ranks
     left = sorted(path.name for path in (folder / "saved").glob("*step-*"))
     return Run(asynchronous, victim, ended, int(shared.get(0)), ranks, shared.get(1), left)
 

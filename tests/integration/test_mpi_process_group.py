@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import pytest
 import torch
@@ -210,23 +209,6 @@ def test_all_ranks_make_a_group_and_its_members_use_it() -> None:
     with pytest.raises(RuntimeError, match="split"):
         dist.split_group(split_ranks=[[0, 1, 2]])
     dist.destroy_process_group(ours)
-
-
-@everywhere
-def test_object_collectives_of_torch() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    objects: list[Any] = [None] * size
-    dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank})
-    assert objects == [{"rank": k, "text": "x" * k} for k in range(size)]
-    sent: list[Any] = [("from", rank)]
-    dist.broadcast_object_list(sent, size - 1)
-    assert sent == [("from", size - 1)]
-    gathered: list[Any] | None = [None] * size if rank == 0 else None
-    dist.gather_object([rank] * rank, gathered, 0)
-    assert gathered == ([[k] * k for k in range(size)] if rank == 0 else None)
-    received: list[Any] = [None]
-    dist.scatter_object_list(received, [f"for {k}" for k in range(size)] if rank == 0 else None, 0)
-    assert received == [f"for {rank}"]
 
 
 @everywhere
