@@ -132,7 +132,8 @@ def execute(args: argparse.Namespace) -> int:
 def _changed(source: Source, findings: Sequence[Finding]) -> str:
     text = source.text
     edits = dict.fromkeys(edit for finding in findings for edit in finding.edits)
-    for start, end, new in sorted(edits, key=lambda edit: edit[:2])[::-1]:  # those of one place keep their order
+    # Those of one place keep their order.
+    for start, end, new in sorted(edits, key=lambda edit: edit[:2])[::-1]:
         text = text[:start] + new + text[end:]
     with usable(source.path, SOURCE_RULE):
         ast.parse(text, source.path)
