@@ -91,7 +91,7 @@ def test_the_processes_of_an_mpi_join_one_world(name: str, size: int, tmp_path: 
         environment["LD_LIBRARY_PATH"] = str(mpi.libraries(tmp_path))
     command = (mpi.program, *mpi.options, "-n", str(size), *mpi.wrapper, *PROGRAM)
     start = Start((command,), size, environment, forks=False)
-    outcome = run_tasks(start, [Task(*backend.split("+")) for backend in mpi.backends])
+    outcome = run_tasks(start, [Task(*backend.partition("+")[::2]) for backend in mpi.backends])
     assert outcome.codes == [0], outcome.output
     for backend, ranks in zip(mpi.backends, outcome.reports, strict=True):
         check_joined(ranks, backend, outcome.output)

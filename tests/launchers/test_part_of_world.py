@@ -40,7 +40,7 @@ def test_the_members_of_a_communicator_form_a_world_and_communicators_are_proces
 
 def test_the_error_for_a_transport_in_place_of_a_communicator_names_its_argument() -> None:
     with pytest.raises(ConfigurationError, match=r"`comm` must be .*'nccl' instead.*backend=.*transport="):
-        hvd.init("nccl")  # type: ignore[arg-type]
+        hvd.init("nccl")
 
 
 def test_ranks_outside_the_list_and_launchers_without_mpi_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
