@@ -192,25 +192,6 @@ def test_a_message_of_another_size_is_an_error() -> None:
     dist.barrier()
 
 
-@pytest.mark.ranks(3)
-@everywhere
-def test_all_ranks_make_a_group_and_its_members_use_it() -> None:
-    rank = dist.get_rank()
-    pair, other = dist.new_group([0, 2]), dist.new_group([1])
-    assert isinstance(pair, dist.ProcessGroup) == (rank != 1)
-    ours = other if rank == 1 else pair
-    assert isinstance(ours, dist.ProcessGroup)
-    tensor = torch.tensor([float(rank)])
-    dist.all_reduce(tensor, group=ours)
-    assert tensor.item() == (1.0 if rank == 1 else 2.0)
-    if rank != 1:
-        dist.broadcast(tensor.fill_(rank), 2, group=ours)
-        assert tensor.item() == 2.0
-    with pytest.raises(RuntimeError, match="split"):
-        dist.split_group(split_ranks=[[0, 1, 2]])
-    dist.destroy_process_group(ours)
-
-
 @everywhere
 def test_functional_collectives_of_torch() -> None:
     import torch.distributed._functional_collectives as functional

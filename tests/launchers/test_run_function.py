@@ -97,15 +97,6 @@ def test_an_interpreter_that_does_not_exist_is_an_error() -> None:
     assert hvd.run(spawn_functions.describe, (1, b""), executable=sys.executable) == [(0, 1, 0, b"")]
 
 
-@pytest.mark.usefixtures("hosts")
-@pytest.mark.parametrize(("host", "words"), [("closed", "the gate is shut"), ("silent", "silent")])
-def test_the_error_names_a_host_that_cannot_be_reached(host: str, words: str) -> None:
-    seconds = 2 if host == "silent" else 20
-    # ssh gives up shortly before the timeout, or shortly after.
-    with pytest.raises((ProcessEndedError, TimeoutError), match=words):
-        hvd.run(spawn_functions.block, num_proc=2, hosts=f"hostA:1,{host}:1", start_timeout=seconds)
-
-
 def test_deprecated_names_warn_as_in_horovod() -> None:
     with pytest.warns(DeprecationWarning, match="np is deprecated, use num_proc instead"):
         assert len(hvd.run(spawn_functions.describe, (1, b""), np=2)) == 2

@@ -1,10 +1,9 @@
-"""`dualdist.spawn` with real processes: results in order, the first failure is raised, no process is left behind."""
+"""`dualdist.spawn` with real processes: results in order, the first failure is raised, and no thread is left."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -17,25 +16,7 @@ import dualdist as hvd
 from dualdist.errors import ConfigurationError, ProcessEndedError
 
 from ..helpers import spawn_functions
-from ..helpers.process_watch import Watched
 from ..helpers.requirements import need_modules
-from ..helpers.script_launch import Script
-from ..helpers.world import ROOT
-
-SCRIPT = """\
-import os, signal, subprocess, sys
-
-def work():
-    grandchild = subprocess.Popen([sys.executable, "-c",
-        "import os, signal; os.setsid(); print('up', flush=True); signal.pause()"], stdout=subprocess.PIPE)
-    grandchild.stdout.readline()
-    os.write(1, b"%d %d\\n" % (os.getpid(), grandchild.pid))
-    signal.pause()
-
-if __name__ == "__main__":
-    import dualdist  # here, so that the processes do not import torch
-    dualdist.spawn(work, nprocs=2)
-"""
 
 
 @pytest.mark.usefixtures("python")
@@ -160,24 +141,6 @@ def test_an_interrupt_of_the_parent_ends_the_processes() -> None:
             hvd.spawn(spawn_functions.interrupt, (os.getpid(),), 2)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_a_parent_that_is_killed_leaves_nothing_running(script: Script) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, script(SCRIPT)],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    try:
-        assert parent.stdout is not None
-        family = Watched(int(pid) for _ in range(2) for pid in parent.stdout.readline().split())
-        parent.kill()
-        assert family.left() == []
-    finally:
-        parent.kill()
-        parent.communicate()
 
 
 def pretend_to_be(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

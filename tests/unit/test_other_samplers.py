@@ -88,15 +88,6 @@ def test_batch_samplers_are_sharded_in_whole_batches_and_resumed(before: int, af
     assert in_step_order([list(sampler) for sampler in second]) == order[steps * before :]
 
 
-def test_a_wrapped_batch_sampler_feeds_a_loader() -> None:
-    inner = BatchSampler(RandomSampler(range(8)), 2, drop_last=False)
-    wrappers = [DistributedSamplerWrapper(inner, 2, rank) for rank in range(2)]
-    data: Any = list(range(8))
-    loaders = [DataLoader(data, batch_sampler=wrapper) for wrapper in wrappers]
-    assert [len(loader) for loader in loaders] == [2, 2]
-    assert sorted(torch.cat([batch for loader in loaders for batch in loader]).tolist()) == list(range(8))
-
-
 class ByEpoch(Sampler[int]):
     epoch = 0
 
