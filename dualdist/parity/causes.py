@@ -145,7 +145,7 @@ def _tests(pair: Pair, found: Difference, harmless: set[Any]) -> Iterator[Tests]
     elif stage == "settings of the optimizer":
         yield {"settings": _settings(pair, found)}
     elif stage == "state of the optimizer":
-        early = [any(rank["early_steps"] for rank in ranks) for ranks in pair.heads]
+        early = [any(made for *_, made in pair.of(side, "weights before an early step")) for side in (0, 1)]
         yield {"early-step": early} if is_begin else {}
         yield {"optimizer-state": (0, 1)}
     elif stage == "weights before the forward":
@@ -170,7 +170,8 @@ def _of_start(pair: Pair, found: Difference) -> Iterator[Tests]:
         start = [hashes(values) for values in pair.at(found, found.stage)]
         yield {"parameters": _kinds(pair, found)}
         yield {"early-step": [early[side] != {} and early[side] == start[1 - side] for side in (0, 1)]}
-        yield {"early-step": [early[0] != {}, early[1] != {}], "no-broadcast": split, **other}
+        has_changed = [early[side] not in ({}, start[side]) for side in (0, 1)]
+        yield {"early-step": has_changed, "no-broadcast": split, **other}
     yield {"no-broadcast-of-buffers": split, **other}
 
 
@@ -372,8 +373,8 @@ no-broadcast: On the {side}, the ranks begin with different weights: the paramet
     Call broadcast_parameters(model.state_dict(), root_rank=0), or use DistributedDataParallel.
 no-broadcast-of-buffers: On the {side}, the ranks have different buffers: they were not broadcast.
     Broadcast model.state_dict(), which has the buffers, or pass broadcast_buffers=True.
-initial-values: The sides begin with other values: another seed, initialization, checkpoint or release of torch.
-    Set the seed before the model is made, or load the same checkpoint.
+initial-values: The sides begin with other values: another seed, checkpoint, root of the broadcast, or release of torch.
+    Set the seed before the model is made, or load the same checkpoint, and broadcast from the same rank.
 batch-size: The batch is {left} on the left and {right} on the right{by}.
     Compare batch sizes, drop_last, the length of the data, and what prepares it.
 set-epoch: The {side} repeats batches that it has seen, the other side does not: all its epochs have the same order.
@@ -386,7 +387,7 @@ epoch-end: After equal batches, the {side} reads samples again, the other side d
     Compare drop_last, and the lengths of the data.
 sampler-state: The {side} begins with a batch that the other side reads in another step: one of them has resumed.
     Restore the sampler's epoch and place with the weights. If the weights were not restored, pass --start-step.
-data-order: Both sides read the same samples in another order: other seeds or kinds of samplers, or order of files.
+data-order: Both sides read the same samples in another order: other seeds or kinds of samplers, lengths or order of the data.
     Give the sampler the same seed, rank and number of ranks on both sides.
 other-data: Neither side reads a sample of the other: the data differs, or what prepares it{by}.
     Compare the data, what prepares it, random augmentation, and the seeds of samplers.

@@ -213,9 +213,8 @@ class Recorder:
 
     def __init__(self, folder: Path, steps: int, rank: int, size: int) -> None:
         self.folder, self.steps, self.rank, self.size = folder, steps, rank, size
-        self.record: dict[str, Any] = {"rank": rank, "steps": 0, "values": []}
+        self.record: dict[str, Any] = {"rank": rank, "steps": 0, "values": [], "summing_error": 0.0}
         """What is written. `values`: see records.py."""
-        self.record |= {"early_steps": 0, "summing_error": 0.0}
         self.params: dict[int, torch.Tensor] = {}
         """The parameters of optimizers by their ids; `names` has the names of those that a module has."""
         self.names: dict[int, str] = {}
@@ -224,9 +223,9 @@ class Recorder:
         self.has_begun = self.in_backward = self.has_backward = self.has_ended = False
         self.own: dict[str, Any] = {}
         self.weights: dict[int, Any] = {}
-        """The weights after the last step, or before a step without a backward."""
+        """The weights after the last step."""
         self.early: dict[int, Any] = {}
-        """The weights before the first such step that has changed them."""
+        """The weights before the first step without a backward."""
         self.root: torch.nn.Module | None = None
         """The whole model, in its forward."""
         self.outputs: list[Any] = []
@@ -366,7 +365,7 @@ class Recorder:
         # Horovod's `step`, which reduces, calls that of the optimizer's class, which applies the gradients.
         steps = [vars(base)["step"] for base in type(optimizer).__mro__ if "step" in vars(base)]
         if not self.has_backward and self.step_depth == 1:
-            self.weights = self.prints(self.params.values())
+            self.early, self.weights = self.early or self.prints(self.params.values()), {}
         if not self.has_backward or self.step_depth < sum(hasattr(step, "hooked") for step in steps):
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -400,12 +399,7 @@ class Recorder:
     @_while_training
     def see_step_end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.step_depth = max(0, self.step_depth - 1)
-        if self.step_depth == 0 and not self.has_backward:
-            self.record["early_steps"] += 1
-            if self.prints(self.params.values()) != self.weights:
-                self.early = self.early or self.weights
-            self.weights = {}
-        elif self.step_depth == 0:
+        if self.step_depth == 0 and self.has_backward:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             weights = self.prints(params)
             self.weights = self.weights | weights

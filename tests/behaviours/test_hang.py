@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import pickle
@@ -71,6 +72,12 @@ def be_stopped(files: list[Path]) -> None:
     stop()
 
 
+def keep_lock(files: list[Path]) -> None:
+    """Wait in C, with Python's global lock, until rank 0 opens the pipe."""
+    os.mkfifo(files[0].with_name("pipe"))
+    ctypes.PyDLL(None).open(os.fsencode(files[0].with_name("pipe")), os.O_RDONLY)
+
+
 def be_killed(files: list[Path]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -89,10 +96,19 @@ def be_asked(folder: Path) -> None:
     wait_for(files)
 
 
-def wait_in_torch(folder: Path) -> None:
-    """Let the others wait in torch.distributed for the last rank, which asks all for their files."""
+def wait_in_torch(is_sharded: bool, folder: Path) -> None:
+    """Let the others wait in torch.distributed for the last rank, which asks all for their files.
+
+    is_sharded: in a forward of a model that FSDP2 has sharded.
+    """
     join_with(folder)
     folder.mkdir(exist_ok=True)
+    model: Any = torch.nn.Linear(2, hvd.size())
+    if is_sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=hvd.device_mesh())
+    hvd.barrier()
     files = [folder / f"rank-{rank}.json" for rank in range(hvd.size())]
     if hvd.rank() == LATE:
         watch: Any = current().observation.watch  # type: ignore[attr-defined]
@@ -101,7 +117,10 @@ def wait_in_torch(folder: Path) -> None:
                 pass
         os.kill(os.getpid(), signal.SIGUSR2)
         load_batch(files)
-    torch.distributed.all_reduce(torch.ones(2))  # waits for the last
+    if is_sharded:
+        model(torch.ones(1, 2))  # waits for weights
+    else:
+        torch.distributed.all_reduce(torch.ones(2))  # waits for the last
 
 
 def join_with(folder: Path) -> None:
@@ -127,6 +146,8 @@ def note_of(where: Callable[[list[Path]], None], folder: Path) -> str:
     wait_for([*files, *(folder / f"rank-{rank}.json" for rank in range(LATE))])
     if hvd.rank() == 0 and where is be_stopped:
         os.kill(processes[LATE], signal.SIGCONT)
+    if hvd.rank() == 0 and where is keep_lock:
+        (folder / "pipe").write_text("")
     return "\n".join(getattr(caught.value, "__notes__", [str(caught.value)]))
 
 
@@ -178,13 +199,14 @@ def test_the_rank_that_is_behind_is_named_with_its_line(
         found = capsys.readouterr().out
         assert ": a rank received SIGUSR2.\n" in found
         assert f"\nRanks [2]: in no collective, in multiply at {line_of('multiplies')}: " in found
-        world.run(wait_in_torch, tmp_path / "torch")
-        assert main(["hang", str(tmp_path / "torch")]) == 0
-        found = capsys.readouterr().out
-        assert f"It is in load_batch at {line_of('loads')}: " in found
-        assert "\n  ranks [0, 1] wait in torch.distributed\n" in found and found.count("is behind") == 1
-        line = f"in wait_in_torch at {line_of('waits for the last')}: "
-        assert f"\nRanks [0, 1]: waiting in torch.distributed (all_reduce), {line}" in found
+        for is_sharded, marker in ((False, "waits for the last"), (True, "waits for weights")):
+            world.run(wait_in_torch, is_sharded, tmp_path / marker)
+            assert main(["hang", str(tmp_path / marker)]) == 0
+            found = capsys.readouterr().out
+            assert f"It is in load_batch at {line_of('loads')}: " in found
+            assert "\n  ranks [0, 1] wait in torch.distributed\n" in found and found.count("is behind") == 1
+            line = f"in wait_in_torch at {line_of(marker)}: "
+            assert re.search(rf": waiting in torch.distributed \(\w+\), {re.escape(line)}", found), found
         for where, function, marker in (
             (sleep_in_loader, "load_batch", "loads"),
             (multiply, "multiply", "multiplies"),
@@ -199,6 +221,8 @@ def test_the_rank_that_is_behind_is_named_with_its_line(
             )
             assert "Rank 0 is behind" not in found and "Rank 1 is behind" not in found
         assert "\nRank 2 has no file of this time: it is stopped.\n" in report(be_stopped)
+        locked = "it runs: a thread keeps Python's global lock, or it is slow"
+        assert f"\nRank 2 has no file of this time: {locked}.\n" in report(keep_lock)
         # The others end with their errors, when they have written.
         monkeypatch.setattr(world_module, "OTHERS_SECONDS", world_module.RUN_SECONDS)
         with pytest.raises(WorldFailure):

@@ -80,7 +80,7 @@ def record(size: int = 2) -> Record:
                 [step, NEW_WEIGHTS, 0, {"w": values(3000 + step)}],
                 [step, NEW_BUFFERS, 0, {"b": values(4000 + step)}],
             ]
-        head = {"early_steps": 0, "summing_error": 1e-7, "threads": 1, "torch": "2.15", "device": "cpu"}
+        head = {"summing_error": 1e-7, "threads": 1, "torch": "2.15", "device": "cpu"}
         ranks.append(head | {"rank": rank, "values": entries, "steps": STEPS})
     return {"cell": "cell", "steps": 100, "seconds": 1.0, "warnings": [], "ranks": ranks, "format": 2}
 
@@ -102,14 +102,8 @@ def drop(changed: Record, is_gone: Callable[[list[Any]], bool]) -> None:
         rank["values"] = [entry for entry in rank["values"] if not is_gone(entry)]
 
 
-def putting(step: int, stage: str, value: Any, rank: int | None = None, **heads: Any) -> Fault:
-    """Return what puts a value, and numbers of the whole record."""
-
-    def plant(changed: Record) -> None:
-        set_all(changed, **heads)
-        put(changed, step, stage, value, rank)
-
-    return plant
+def putting(step: int, stage: str, value: Any, rank: int | None = None) -> Fault:
+    return lambda changed: put(changed, step, stage, value, rank)
 
 
 def all_of(*faults: Fault) -> Fault:
@@ -207,16 +201,22 @@ FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
     "learning rate": (every(SETTINGS, lambda *_: 0.2), 0, 0, SETTINGS, "settings: number of processes"),
     "betas": (betas, 2, 0, SETTINGS, "settings"),
     "early step": (
-        all_of(putting(-1, WEIGHTS, values(1, 1 - 1e-7), early_steps=1), adding(-1, EARLY, values(1))),
+        all_of(putting(-1, WEIGHTS, values(1, 1 - 1e-7)), adding(-1, EARLY, values(1))),
         *(-1, 0, WEIGHTS, "early-step"),
     ),
     "early step and seed": (
-        all_of(putting(-1, WEIGHTS, W9, early_steps=1), adding(-1, EARLY, values(8))),
+        all_of(putting(-1, WEIGHTS, W9), adding(-1, EARLY, values(8))),
         *(-1, 0, WEIGHTS, "several"),
     ),
     # As of Adam, of which a step with gradients of zero changes the state alone.
-    "early state": (putting(0, STATE, W9, early_steps=1), 0, 0, STATE, "early-step"),
-    "seed of the model": (putting(-1, WEIGHTS, W9, early_steps=1), -1, 0, WEIGHTS, "initial-values"),
+    "early state": (all_of(putting(0, STATE, W9), adding(-1, EARLY, values(1))), 0, 0, STATE, "early-step"),
+    "seed of the model": (
+        all_of(putting(-1, WEIGHTS, W9), adding(-1, EARLY, W9)),
+        -1,
+        0,
+        WEIGHTS,
+        "initial-values",
+    ),
     "shape": (putting(-1, WEIGHTS, fingerprint(torch.ones(3))), -1, 0, WEIGHTS, "parameters"),
     "parameters": (putting(-1, WEIGHTS, W9, 1), -1, 1, WEIGHTS, "no-broadcast"),
     "SyncBatchNorm": (
