@@ -32,6 +32,7 @@ __all__ = tuple(sorted(_HOME))
 extensions.register(
     {
         "adasum": "dualdist.adasum",
+        "arrival_order": "dualdist.arrival_order",
         "torch_backend": "dualdist.core.backends.torch:TorchBackend",
         "local_backend": "dualdist.core.backends.local:LocalBackend",
         "batch_norm": "dualdist.sync_batch_norm",
@@ -41,6 +42,7 @@ extensions.register(
         "horovod": "dualdist.horovod",
         "horovod_backend": "dualdist.horovod.backend:HorovodBackend",
         "horovods_store": "dualdist.horovod.http_store",
+        "keep_freed_memory": "dualdist.freed_memory:keep_freed_memory",
         "launched": "dualdist.mpi.communicators:launched",
         "marks": "dualdist.marks:check_marks",
         "mpi": "dualdist.mpi.meeting",
@@ -51,6 +53,7 @@ extensions.register(
         "process_manager": "dualdist.exec.export:process_managers_board",
         "sharding": "dualdist.sharding.checkpoints",
         "shared_memory": "dualdist.shared_memory:share_host",
+        "sparse_gradients": "dualdist.sparse_allreduce:combined_gradients",
         "slurm_board": "dualdist.slurm:slurm_board",
         "streams": "dualdist.devices.streams",
         "torch_groups": "dualdist.sharding.meshes",

@@ -1,4 +1,4 @@
-"""sparse_allreduce_async: the sum or average of sparse COO tensors."""
+"""The sum or average of sparse COO tensors, whose rows the ranks gather: sparse_allreduce_async, and gradients."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from .core.backends.base import Group
 from .core.checks import wrong
 from .core.collectives.allgather import GROUPED_ALLGATHER, plan_allgather
 from .core.collectives.plan import synchronize
 from .core.collectives.reduction import reduce_op
+from .core.collectives.wire import allgather_rows
 from .core.compiling import not_compiled
 from .core.types import REDUCE_OP_NAMES, Average, Op, Sum
 from .core.world.process_sets import ProcessSetLike, global_process_set, reporting
@@ -52,8 +54,37 @@ def sparse_allreduce_async(
     def reduced(outputs: tuple[Any, ...]) -> torch.Tensor:
         indices, values, _ = outputs
         values = values / plan.channel.group.size if op == Average else values
-        return torch.sparse_coo_tensor(
-            indices.t(), values, tensor.shape, device=values.device, check_invariants=False
-        )
+        return _sparse(indices.t(), values, tensor.shape)
 
     return functools.partial(synchronize, plan.submit(reduced))
+
+
+def combined_gradients(
+    group: Group,
+    own: torch.Tensor | None,
+    like: torch.Tensor,
+    dense_part: torch.Tensor | None,
+    factor: float,
+) -> torch.Tensor:
+    """Return the sum of every member's gradient times `factor`, plus the `dense_part`. Collective over `group`.
+
+    own: this rank's; None: it has none. A dense one was sent before: the combined ones are `dense_part`, None if there
+    are none. like: the parameter.
+    """
+    if own is None or not own.is_sparse:
+        no_rows = torch.zeros(1, 0, dtype=torch.int64, device=like.device)
+        own = _sparse(no_rows, like.new_zeros(0, *like.shape[1:]), like.shape)
+    own = own.coalesce() if own.sparse_dim() == 1 else own.to_dense().to_sparse(1)
+    (indices, values), _ = allgather_rows(group, [own.indices().t().contiguous(), own.values()])
+    combined = _sparse(indices.t(), values, like.shape).coalesce()
+    combined *= factor
+    if dense_part is None:
+        return combined
+    # torch's own sum has no float16 on the CPU. `*=` leaves a tensor uncoalesced.
+    parts = [combined.coalesce(), dense_part.to_sparse(1).coalesce()]
+    indices = torch.cat([part.indices() for part in parts], dim=1)
+    return _sparse(indices, torch.cat([part.values() for part in parts]), like.shape).coalesce()
+
+
+def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, device=values.device, check_invariants=False)

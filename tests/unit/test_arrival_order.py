@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dualdist.core.gradients.arrivals import ArrivalOrder
+from dualdist.arrival_order import ArrivalOrder
 from dualdist.core.gradients.bucket_memory import TrackedParameter, lay_out
 
 
@@ -36,14 +36,12 @@ def test_only_an_order_of_all_gradients_is_learned() -> None:
     order = order_of([[0, 1], [2, 3]])
     for incomplete in ([3, 2, 1], [3, 2, 1, 1], [3, 2, 1, 0, 0]):
         order.learn(incomplete)
-        assert order.expected == []
+        assert not order.expected
 
 
 def test_large_gradients_move_while_their_bucket_is_incomplete() -> None:
     order = order_of([[0, 1, 2], [3]], length=1 << 17)  # half of 1 MiB
-    order.mark([3, 2])
-    assert order.take_waiting(1) == {1: [2]}
-    order.mark([1])
-    assert order.take_waiting(1) == {}
+    assert order.take_waiting([3, 2], 1) == {1: [2]}
+    assert order.take_waiting([1], 1) == {}
     order.learn([3, 2, 1, 0])
     assert order.stops == [1, 2, 4]

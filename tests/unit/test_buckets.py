@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dualdist.arrival_order import overlap
 from dualdist.core.gradients import bucket_memory
 from dualdist.core.gradients.bucket_memory import (
     BUCKET_BYTES,
@@ -87,9 +88,9 @@ def test_buckets_follow_the_order_of_arrival() -> None:
 def test_overlap_is_the_mean_of_what_is_left_of_backward_over_the_bytes() -> None:
     tracked = [TrackedParameter("", tensor) for tensor in params((1,), (1,), (2,))]
     buckets = bucket_memory.lay_out(tracked, set(), [[0], [1], [2]])
-    assert bucket_memory.overlap(buckets, [2, 1, 0]) == pytest.approx((2 * 2 / 3 + 1 / 3) / 4)
-    assert bucket_memory.overlap(buckets, [0, 1, 2]) == 0
-    assert bucket_memory.overlap(buckets, [2]) == 0, "those that do not arrive are sent at the end"
+    assert overlap(buckets, [2, 1, 0]) == pytest.approx((2 * 2 / 3 + 1 / 3) / 4)
+    assert overlap(buckets, [0, 1, 2]) == 0
+    assert overlap(buckets, [2]) == 0, "those that do not arrive are sent at the end"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])

@@ -1,7 +1,7 @@
 """Which gradients the current backward has completed, and in which order.
 
-A hook on each parameter reports its gradient. If the order is the same as in the last backward, gradients are handled
-in groups, each when a bucket can be sent or filled, otherwise one by one.
+A hook on each parameter reports its gradient, which is handled then. Beside the core, arrival_order.py handles them in
+groups if the order is the same as in the last backward.
 
 A gradient may be sent when the next one arrives: until then others may change or read it, in hooks of its parameter
 that were registered later, or in hooks of its autograd node, as torch's DistributedDataParallel does.
@@ -13,7 +13,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch._C import _current_autograd_node, _current_graph_task_id
@@ -23,62 +23,31 @@ from .bucket_memory import Bucket, TrackedParameter
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
-# The order in which backward completes gradients, and which buckets are complete.
-
-_MOVE_BYTES = 1 << 20
-"""How much may wait on a CPU until it is moved to the buckets, see Reducer.mark_ready."""
-
 
 class ArrivalOrder:
-    """Counts the gradients that each bucket still misses, and remembers the order of a complete backward.
+    """Counts the gradients that each bucket still misses. Parameters are given by index."""
 
-    Parameters are given by index.
-    """
+    expected: Sequence[int] = ()
+    """All parameters, in the order in which the next backward should complete them. Empty: not known."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.bucket_of = {slot.param: place for place, bucket in enumerate(buckets) for slot in bucket.slots}
         self._sizes = [len(bucket.slots) for bucket in buckets]
-        self._bytes = {
-            slot.param: slot.shape.numel() * bucket.dtype.itemsize if bucket.device.type == "cpu" else 0
-            for bucket in buckets
-            for slot in bucket.slots
-        }
-        self.expected: list[int] = []
-        """All parameters, in the order in which the next backward should complete them. Empty: not known."""
-        self.stops: list[int] = []
-        """How many gradients have arrived in that order each time that some can be sent or moved.
-
-        Arrivals acts one gradient later."""
         self.start_over()
 
     def start_over(self) -> None:
         """Prepare for the next backward."""
         self._missing = list(self._sizes)
-        self._waiting: list[int] = []
-        """Gradients that have arrived since the last move to the buckets."""
-        self._waiting_bytes = 0
 
     def mark(self, arrived: Sequence[int]) -> None:
         """Count the gradients that have `arrived`."""
         missing = self._missing
         for place in map(self.bucket_of.__getitem__, arrived):
             missing[place] -= 1
-        self._waiting_bytes += sum(map(self._bytes.__getitem__, arrived))
-        self._waiting += arrived
 
-    def take_waiting(self, sent: int) -> dict[int, list[int]]:
-        """Return bucket -> gradients that should move there, except to the first `sent` buckets.
-
-        These are all new ones on the CPU, or none while they are small. Sparse ones have no place in a bucket.
-        """
-        taken: dict[int, list[int]] = {}
-        if self._waiting_bytes < _MOVE_BYTES:
-            return taken
-        for index in self._waiting:
-            if self._bytes[index] and (place := self.bucket_of[index]) >= sent:
-                taken.setdefault(place, []).append(index)
-        self._waiting, self._waiting_bytes = [], 0
-        return taken
+    def take_waiting(self, arrived: Sequence[int], sent: int) -> Mapping[int, Sequence[int]]:
+        """Return bucket -> gradients that should move there, after some have `arrived`; not for the first `sent`."""
+        return {}
 
     def is_complete(self, place: int) -> bool:
         """Return whether all gradients of the bucket at `place` have arrived."""
@@ -86,19 +55,6 @@ class ArrivalOrder:
 
     def learn(self, order: Sequence[int]) -> None:
         """Expect that later backwards complete the gradients in this order, if it has all of them once."""
-        if len(order) != len(self.bucket_of) or set(order) != self.bucket_of.keys():
-            return
-        self.start_over()
-        sent, stops = 0, []
-        for count, index in enumerate(order, 1):
-            self.mark([index])
-            before = sent
-            while self.is_complete(sent):
-                sent += 1
-            if sent > before or self.take_waiting(sent):
-                stops.append(count)
-        self.expected, self.stops = list(order), stops
-        self.start_over()
 
 
 class Arrivals:
@@ -119,7 +75,7 @@ class Arrivals:
             params: those to which the indices refer; more may be added.
             pass_counts: of each parameter, see Reducer.
             at_begin: called with the first gradient of each autograd graph task.
-            handle_single: called with a gradient in another order; it calls `add_single` if that is to be combined.
+            handle_single: called with a gradient; it calls `add_single` if that is to be combined.
             mark_ready: called with a group of gradients in the expected order.
             at_end: called once at the end of each autograd graph task in which a gradient was handled, and after each
                 nested one for which it has called `continue_outside`.
@@ -127,6 +83,8 @@ class Arrivals:
         self._params, self._pass_counts = params, pass_counts
         self._at_begin, self._at_end = at_begin, at_end
         self._handle_single, self._mark_ready = handle_single, mark_ready
+        self._handle = handle_single
+        """Called with the gradient that has arrived last."""
         self.arrived: list[int] = []
         """Parameters whose gradients the current backward has completed, in order."""
         self.handled: set[int] = set()
@@ -143,13 +101,6 @@ class Arrivals:
         """Whether some gradients were completed by a graph task within another one."""
         self._late_task: int | None = None
         """The graph task that will call `at_end` again."""
-        self._expected: Sequence[int] = ()
-        self._stops: Sequence[int] = ()
-        """Numbers of gradients that can be sent or moved together. They must have arrived, and one more."""
-        self._num_handled = 0
-        """How many of `arrived` are in `handled`, while gradients arrive in the expected order."""
-        self._next_stop = 0
-        """The next one of `_stops`. 0: gradients are handled one by one."""
 
     @property
     def has_one_task(self) -> bool:
@@ -165,30 +116,18 @@ class Arrivals:
 
     def expect(self, order: ArrivalOrder | None) -> None:
         """Start over, and expect the gradients of the next backward in `order`; None: handle them one by one."""
-        self.take_arrived()
         self.arrived.clear()
-        self._num_handled, self._task = 0, None
-        self._expected, self._stops = (order.expected, order.stops) if order is not None else ((), ())
-        self._next_stop = self._stops[0] if self._stops else 0
+        self._task = None
 
     def hook_of(self, index: int) -> Callable[[torch.Tensor], None]:
-        """Return a hook that records that backward has completed the gradient of the parameter at `index`.
-
-        The hook runs for every gradient, so it must be fast.
-        """
-        arrived, param, task = self.arrived, self._params[index], _current_graph_task_id
+        """Return a hook that records that backward has completed the gradient of the parameter at `index`."""
+        arrived = self.arrived
 
         @not_compiled
         def on_gradient(_: torch.Tensor) -> None:
             arrived.append(index)
-            streams = param.streams
-            if (
-                len(arrived) > self._next_stop
-                or task() != self._task
-                or (streams is not None and streams.current_handle() != streams.last)
-            ):
-                with self._lock:
-                    self._on_arrival(index)
+            with self._lock:
+                self._on_arrival(index)
 
         return on_gradient
 
@@ -212,49 +151,11 @@ class Arrivals:
             except BaseException:
                 self.arrived.clear()
                 raise
-        if self._next_stop:
-            if self._follow_order():
-                return
-            earlier = self.arrived[self._num_handled :]
-            earlier.remove(index)
-            self._next_stop = 0
-            if _current_graph_task_id() != self._task:
-                # They belong to a backward that has failed, or to one around this one: reentrant checkpoints.
-                self._record(earlier)
-                earlier = []
-            for other in earlier:
-                self._handle_single(other)
-        self._handle_single(index)
-
-    def _follow_order(self) -> bool:
-        """Handle gradients up to the next stop. Return False if they do not follow the expected order."""
-        count, done = len(self.arrived) - 1, self._num_handled  # without the newest one
-        if _current_graph_task_id() != self._task:
-            # If some are handled, this was another graph task, which has failed or continues.
-            if count or self.handled:
-                return False
-            self._end_with_backward()
-        if count < self._next_stop:
-            return True
-        if self.arrived[done:count] != self._expected[done:count]:
-            return False
-        self._mark_ready(self.take_arrived(count))
-        self._next_stop = next((stop for stop in self._stops if stop > count), 0)
-        return self._next_stop > 0
+        self._handle(index)
 
     def take_arrived(self, count: int | None = None) -> list[int]:
         """Record the first `count` gradients of the expected order as handled, and return those that are new."""
-        arrived = self.arrived[self._num_handled : count] if self._next_stop else []
-        self._num_handled += len(arrived)
-        self._record(arrived)
-        return arrived
-
-    def _record(self, indices: Sequence[int]) -> None:
-        """Record these gradients as handled. Passes are not counted here: each has 1."""
-        pass_counts = self._pass_counts
-        for index in indices:
-            pass_counts[index] = 1
-        self.handled.update(indices)
+        return []
 
     def add_single(self, index: int) -> None:
         """Record a gradient as handled that is combined at the end of backward at the latest."""
@@ -312,7 +213,7 @@ class Arrivals:
 
     def release(self) -> None:
         """Drop the callbacks, whose object may refer to this one. The hooks have been removed."""
-        self._at_begin = self._handle_single = self._mark_ready = self._at_end = _ignore
+        self._at_begin = self._handle_single = self._handle = self._mark_ready = self._at_end = _ignore
 
     def forget(self) -> None:
         """Forget the gradients that have arrived, and the graph tasks that will call `at_end`."""

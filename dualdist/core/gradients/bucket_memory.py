@@ -1,7 +1,6 @@
 """The memory of a bucket: a flat tensor in which gradients are summed, and views of it that become the gradients.
 
-In this file: TrackedParameter, Bucket and `lay_out` (which gradients share a bucket), Contributions (which gradients
-each rank has), `keep_freed_memory` (for malloc), and BucketMemory.
+In this file: TrackedParameter, Bucket and `lay_out` (which gradients share a bucket), and BucketMemory.
 
 A script may put any memory anywhere between two calls, so no tensor that it can reach is trusted to be where it was. A
 gradient lies in its slot if it has the slot's address and strides. Views are handed out as new tensors. The number of
@@ -10,8 +9,6 @@ tensors that use the storage shows whether the script still has one that is no l
 
 from __future__ import annotations
 
-import functools
-import itertools
 import sys
 import weakref
 from collections import defaultdict
@@ -23,9 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .. import accelerator
-from ..backends.base import Group
 from ..collectives.reduction import scale_
-from ..types import Max
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -184,18 +179,6 @@ def lay_out(
     return [_bucket(params, part, sparse) for part in sorted(parts, key=lambda part: arrival[part[-1]])]
 
 
-def overlap(buckets: Sequence[Bucket], order: Sequence[int]) -> float:
-    """Return how much of backward is left when a byte can be sent: 0 to 1, the mean over all bytes.
-
-    order: in which gradients arrive. Those that are not in it are sent at the end.
-    """
-    arrival, sent, left = {index: place for place, index in enumerate(order, 1)}, 0, 0
-    for bucket in buckets:
-        sent = max(sent, *(arrival.get(slot.param, len(order)) for slot in bucket.slots))
-        left += bucket.nbytes * (len(order) - sent)
-    return left / max(1, len(order) * sum(bucket.nbytes for bucket in buckets))
-
-
 def _by_size(params: Sequence[TrackedParameter], members: Sequence[int], cap: int) -> list[list[int]]:
     """Return `members`, in their order, in parts of about `cap` bytes; the first one is smaller."""
     parts: list[list[int]] = []
@@ -260,108 +243,13 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-# Which gradients the ranks contribute to a reduction, and what each rank knows of the others' contributions.
-#
-# Each rank knows on the host which gradients it has. The ranks exchange this only when some rank contributes other
-# gradients than at the last exchange. A regular step therefore needs no exchange, and the host reads nothing of a GPU.
+# What a rank contributes to a gradient: its kind, a byte.
 
 DENSE, SPARSE, NEW, LEFT_OUT, FINAL = 1, 2, 4, 8, 16
 """The parts of a kind: a dense or sparse gradient, whether it is new since gradients were combined, and if no backward
 has reached the parameter since, whether the script may still set it before `step()` (LEFT_OUT) or not (FINAL).
 Gradients are combined if some rank has one, and it is new on some rank."""
 NOTHING = 0
-
-
-class Contributions:
-    """The kinds of contribution to all gradients: those of this rank, and those of all ranks combined.
-
-    Kinds are bytes, one for each gradient, in the order of the buckets. Between two exchanges, the combined kinds are
-    those of the last exchange; before the first one, every rank contributes the expected kinds.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], sparse: Set[int]) -> None:
-        expected = [
-            bytes(NEW | (SPARSE if slot.param in sparse else DENSE) for slot in bucket.slots)
-            for bucket in buckets
-        ]
-        self._expected = b"".join(expected)
-        """What a rank contributes that has all gradients; equal on all ranks."""
-        self._ends = list(itertools.accumulate(map(len, expected)))
-        self.announced: bytes | None = self._expected
-        """What this rank contributed at the last exchange; None after an exchange in which it had joined."""
-        self.is_complete = True
-        """Whether every member that had not joined contributed the expected kinds at the last exchange."""
-        self.combined = list(expected)
-        """For each bucket, the kinds that the ranks contribute, without LEFT_OUT and FINAL."""
-        self._indices = [slot.param for bucket in buckets for slot in bucket.slots]
-        self.left_out: frozenset[int] = frozenset()
-        """The parameters that some rank may still set and no backward on any rank has reached."""
-        self._any_final = False
-        """Whether some rank will not set gradients any more that backward has not reached."""
-
-    def combined_now(self, place: int, *, can_repeat: bool) -> bytes:
-        """Return the kinds of what is combined of the bucket at `place`; the rest is combined in `step()`.
-
-        can_repeat: whether gradients that a rank may still set can be combined now, and once more later.
-        """
-        kinds = self.combined[place]
-        if not self.left_out or (can_repeat and not self._any_final):
-            return kinds
-        start = self._ends[place] - len(kinds)
-        indices = self._indices[start : self._ends[place]]
-        return bytes(
-            NOTHING if index in self.left_out else kind for index, kind in zip(indices, kinds, strict=True)
-        )
-
-    def exchange(self, group: Group, kinds: bytes | None) -> None:
-        """Combine the kinds of all members. Collective over `group`. kinds: of this rank; None: it has joined."""
-        count = len(self._expected)
-        own = bytes(count) if kinds is None else kinds
-        is_incomplete = kinds is not None and own != self._expected
-        flags = [kind & part != 0 for part in (DENSE, SPARSE, NEW, LEFT_OUT) for kind in own]
-        flags += [kind & (NEW | LEFT_OUT | FINAL) == NEW for kind in own]
-        any_final = any(kind & FINAL for kind in own)
-        # On the CPU, whatever the device of the gradients.
-        sent = torch.tensor([*flags, any_final, is_incomplete], dtype=torch.int32, device="cpu")
-        group.allreduce_(sent, Max).wait()
-        *received, any_final, any_incomplete = sent.tolist()
-        parts = [received[start : start + count] for start in range(0, len(received), count)]
-        combined = bytes(
-            dense * DENSE | sparse * SPARSE | NEW if new and (dense or sparse) else NOTHING
-            for dense, sparse, new in zip(*parts[:3], strict=True)
-        )
-        self.left_out = frozenset(
-            index
-            for index, left_out, reached in zip(self._indices, *parts[3:], strict=True)
-            if left_out and not reached
-        )
-        self.combined = [combined[start:end] for start, end in itertools.pairwise([0, *self._ends])]
-        self.announced, self._any_final = kinds, bool(any_final)
-        self.is_complete = not any_incomplete
-
-
-# Keeps the memory that each training step frees and allocates again, instead of giving it back to the kernel.
-
-_CHUNK_BYTES = (32 << 20) - (1 << 14)
-"""The largest chunk whose release raises the limits on 64-bit (DEFAULT_MMAP_THRESHOLD_MAX), less its alignment."""
-_CHUNKS = 4
-"""So that one is mapped, also if the heap has some room for them."""
-
-
-@functools.cache
-def keep_freed_memory() -> None:
-    """Raise two limits of malloc, if it is glibc's, so that a step uses the memory that the last one has freed.
-
-    By default, glibc maps each chunk of 128 KiB or more from the kernel, and unmaps it when it is freed; and it gives
-    as much back as soon as it is free at the end of the heap. Each page must then be mapped again, which takes a fifth
-    of a step of ResNet-18 on a CPU. When a program frees a mapped chunk of up to 32 MiB, glibc raises M_MMAP_THRESHOLD
-    to its size and M_TRIM_THRESHOLD to twice that (mallopt(3)). This function frees such chunks. Local, once in a
-    process. It has no effect if the program has set one of M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD and
-    M_MMAP_MAX, or the user the variables of those names, such as MALLOC_TRIM_THRESHOLD_.
-    """
-    # Their pages are not written, unless torch fills new tensors, so they cost no memory.
-    chunks = [torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu") for _ in range(_CHUNKS)]
-    del chunks
 
 
 # The memory of a bucket.

@@ -24,9 +24,10 @@ import torch
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
+from ..extensions import extension
 from ..types import Average
 from ..world.context import current
-from .arrivals import Arrivals
+from . import arrivals
 from .bucket_memory import TrackedParameter, has_numbers, without_memory
 from .combiner import OPTIMIZER, Combiner, SyncOptions, alive, combiners_of
 from .reducer import Reducer, members_of
@@ -84,7 +85,7 @@ class GradSync(Combiner):
         """What `_count_references` returned when `watch` last looked at each parameter."""
         self._first = -1
         """The parameter whose gradient arrived first in the last backward. It has one more hook: `watch`."""
-        self._arrivals = Arrivals(
+        self._arrivals: arrivals.Arrivals = (extension("arrival_order") or arrivals).Arrivals(
             self._params,
             self._pass_counts,
             self._begin,

@@ -38,7 +38,7 @@ What is added to it:
 - A rank that has called `join` learns from the announcement that it must take part (`contribute_nothing`). If a rank
   calls something else, all ranks receive what was sent, and raise an error.
 - Backward may fail, or complete a gradient twice: what was sent is received and dropped (`abandon`).
-- Sparse gradients have a slot without elements, and are gathered after the buckets (`_combine_sparse`).
+- Sparse gradients have a slot without elements, and are gathered after the buckets (dualdist/sparse_allreduce.py).
 - Before the announcement, a rank waits up to 50 ms for its last bucket: otherwise thread wake-ups slow the data down,
   and the step of a small network takes 2 to 8 % longer. On a GPU nothing waits: `Work.wait` orders streams, and the
   host reads no tensor.
@@ -53,7 +53,7 @@ What is as at first again (G: in grad_sync.py, A: in arrivals.py), and when:
     reduced, used                             after a step: GradSync.after_step
     layout, with its memory and order         with new parameters, a hook, a world, another order, or the first sparse
                                               gradient of a parameter: lay_out
-    _order, _patience                         with new parameters, a hook, or a world
+    _order, _next                             with new parameters, a hook, or a world
     is_known, _members, _buckets_sent,        in a new world: forget_world
     _sparse, left_out
 
@@ -83,35 +83,17 @@ from ..agreement.matching import Verdict
 from ..backends.base import FailedWork, Group, Work
 from ..collectives.join import after_join
 from ..collectives.reduction import reduction_dtype, scale_
-from ..collectives.wire import allgather_rows
 from ..extensions import extension, needed
 from ..launch.environment import is_on
 from ..types import Average, Sum
 from ..world.context import current
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
-from .arrivals import ArrivalOrder
-from .bucket_memory import (
-    FINAL,
-    LEFT_OUT,
-    SPARSE,
-    Bucket,
-    BucketMemory,
-    Contributions,
-    TrackedParameter,
-    fit,
-    has_numbers,
-    keep_freed_memory,
-    lay_out,
-    overlap,
-)
+from .bucket_memory import FINAL, LEFT_OUT, SPARSE, Bucket, BucketMemory, TrackedParameter, fit, has_numbers
 from .combiner import SyncOptions
+from .layout import Layout
 
 _DATA_FIRST_SECONDS = 0.05
 """How long the announcement waits for the data at most."""
-_BACKWARDS_IN_TURN = 10
-"""How many backwards must have another order before buckets follow it; the next time twice as many, and so on."""
-_LEAST_GAIN = 0.02
-"""How much more of backward must be left to send a byte in another order, see `overlap`."""
 
 # What combines gradients in the joined world. A rank that has called `join` finds there what must take part.
 
@@ -154,80 +136,6 @@ GRADIENTS = Kind("gradient synchronization", "ALLREDUCE", Data.BEFORE, _contribu
 SYNCHRONIZE = Kind("synchronize", "SYNCHRONIZE", Data.NONE, no_data, in_step=True)
 
 
-class Layout:
-    """The buckets of some parameters, the order in which their gradients arrive, and what the ranks contribute."""
-
-    def __init__(
-        self,
-        params: Sequence[TrackedParameter],
-        options: SyncOptions,
-        sparse: frozenset[int],
-        order: Sequence[int] = (),
-    ) -> None:
-        """sparse: parameters (by index) that have had a sparse gradient on some rank. order: as for `lay_out`."""
-        self.params = params
-        self.buckets = lay_out(
-            params,
-            sparse,
-            options.groups,
-            options.bucket_cap_mb,
-            order,
-            small_last=options.comm_hook is None,  # each call of a hook costs more than what the split hides
-        )
-        self.is_on_one_device = len({bucket.device for bucket in self.buckets}) == 1
-        self.order = ArrivalOrder(self.buckets)
-        self.contributions = Contributions(self.buckets, sparse)
-        self.options = options
-        self._current: dict[int, BucketMemory] = {}
-        """The memory of each bucket that the current backward uses."""
-        self._last: dict[int, BucketMemory] = {}
-        """The memory that earlier backwards used."""
-
-    def start_over(self) -> None:
-        """Prepare for the next backward."""
-        self.order.start_over()
-        self._last |= self._current
-        self._current = {}
-
-    def memory_of(
-        self,
-        place: int,
-        grads: Sequence[torch.Tensor | None] | None = None,
-        is_new: Sequence[bool] | None = None,
-        *,
-        in_place: bool = True,
-    ) -> BucketMemory:
-        """Return the memory of the bucket at `place` for this backward.
-
-        It is that of the last backward, unless the script needs what is there (BucketMemory.can_take).
-
-        Args:
-            grads: what is sent in it now. The memory is checked again then, because a hook may have kept a gradient
-                that has moved there. None: nothing yet, and other gradients only move there.
-            is_new: as for BucketMemory.can_take.
-            in_place: whether gradients that are there may be sent from there.
-        """
-        known = self._current.get(place)
-        if grads is None and known is not None and known.is_in_place():
-            return known
-        known, bucket = known or self._last.pop(place, None), self.buckets[place]
-        if grads is None:
-            grads = [param.tensor.grad for param in bucket.params]
-        if known is None or not known.can_take(grads, is_new, in_place=in_place):
-            if bucket.device.type == "cpu":
-                keep_freed_memory()
-            group = channel_of(self.options.process_set).gradients
-            flat = group.zeros(bucket.length, bucket.dtype, bucket.device)
-            factor = 1 / group.size if self.options.divides_first(bucket.dtype, group) else 1.0
-            known = BucketMemory(bucket, flat, factor)
-        self._current[place] = known
-        return known
-
-    def release_memory(self) -> None:
-        """Free the buckets' memory."""
-        self._current, self._last = {}, {}
-
-
 @dataclass(slots=True)
 class SentBucket:
     """A bucket that was sent: an allreduce sums it, or a communication hook of the user combines it."""
@@ -265,8 +173,8 @@ class Reducer:
         """Calls the communication hook."""
         self._sparse: frozenset[int] = frozenset()
         """Parameters (by index) that have had a sparse gradient on some rank."""
-        self._patience = 0
-        """How many backwards in turn must have another order; 0: one, if it has all gradients."""
+        self._next = known.NextOrder() if (known := extension("arrival_order")) is not None else None
+        """Decides which order the buckets follow; None: the last parameter comes first."""
         self.is_known = False
         """Whether the other ranks of the current world know this reducer."""
         self._id = -1
@@ -364,10 +272,8 @@ class Reducer:
         self.layout = Layout(params, self.options, self._sparse, order)
         self._order = order
         """The order of arrival that the buckets follow."""
-        self._patience = max(_BACKWARDS_IN_TURN, 2 * self._patience) if order else 0
-        self._seen: Sequence[int] = ()
-        """The order of the last backward, and how many in turn had it. 0: it needs no other buckets."""
-        self._times_seen = 0
+        if self._next is not None:
+            self._next.laid_out(order)
         self.start_over()
 
     def _lay_out_by(self, order: Sequence[int]) -> None:
@@ -407,7 +313,7 @@ class Reducer:
         while self.layout.order.is_complete(len(self._sent)):
             self._send_next(is_complete=True, at_end=at_end)
         if self._can_set_early:
-            for place, indices in self.layout.order.take_waiting(len(self._sent)).items():
+            for place, indices in self.layout.order.take_waiting(arrived, len(self._sent)).items():
                 self.layout.memory_of(place).take_gradients(set(indices) - self.given)
 
     def _send_rest(self, *, empty: bool) -> None:
@@ -600,7 +506,11 @@ class Reducer:
             self.enter_world(self.layout.params)
         self._send_rest(empty=empty)
         channel, changes = self._channel, self.changes
-        call = self._announcement(channel, self._proposal(channel, arrived))
+        order: Sequence[int] = ()
+        if self._next is not None and channel.gradients.rank == 0:
+            must_stay = not self.options.can_reorder or any(sent.memory.is_kept for sent in self._sent)
+            order = self._next.after(arrived, self.layout, must_stay)
+        call = self._announcement(channel, array("i", order).tobytes())
         for sent in self._sent:
             if isinstance(sent.work, FailedWork):  # the error finds the rank that has left
                 in_turn(call, channel.receive, call, sent.work.wait)
@@ -641,29 +551,6 @@ class Reducer:
         if compares and (compare := extension("compare_start")) is not None:
             compare(self.layout.params, self.options, self._id)
 
-    def _proposal(self, channel: Channel, arrived: Sequence[int]) -> bytes:
-        """Return the order that buckets should follow on all ranks from the next backward on; b"": as now.
-
-        The first rank decides: after the first backward that completes all gradients, as DDP does; later after
-        `_BACKWARDS_IN_TURN` with the same order, and each time twice as many, so that it does not change forever.
-        """
-        is_seen = arrived == self._seen
-        if not arrived or channel.gradients.rank != 0 or (is_seen and not self._times_seen):
-            return b""
-        self._seen, self._times_seen = arrived, self._times_seen + 1 if is_seen else 1
-        layout = self.layout
-        is_first = not self._patience and len(arrived) == sum(bool(param.hooks) for param in layout.params)
-        if not is_first and self._times_seen < max(_BACKWARDS_IN_TURN, self._patience):
-            return b""
-        order = list(dict.fromkeys([*arrived, *range(len(layout.params))[::-1]]))
-        other = Layout(layout.params, self.options, self._sparse, order)
-        gain = overlap(other.buckets, arrived) - overlap(layout.buckets, arrived)
-        must_stay = not self.options.can_reorder or any(sent.memory.is_kept for sent in self._sent)
-        if must_stay or gain < _LEAST_GAIN:
-            self._times_seen, self._patience = 0, max(_BACKWARDS_IN_TURN, self._patience)
-            return b""
-        return array("i", order).tobytes()
-
     def must_combine_left_out(self) -> bool:
         """Return whether the script has given numbers to a gradient in `left_out`, on some rank.
 
@@ -680,7 +567,7 @@ class Reducer:
         return ("process_set", self.options.process_set.process_set_id), ("grad_sync", self._id)
 
     def _announcement(self, channel: Channel, payload: bytes = b"") -> Call:
-        """Return the call that announces a reduction, at the user's line. payload: of `_proposal`.
+        """Return the call that announces a reduction, at the user's line. payload: an order for the buckets.
 
         It is a message between CPUs: nothing that the ranks must know of each other's gradients is read from a GPU. Its
         count is the digest of the buckets that were sent, and in the lowest bits whether parameters were moved or
@@ -759,7 +646,11 @@ class Reducer:
             if settled and max(kinds) & SPARSE:
                 sparse |= memory.dense_parts(kinds)
         for index, dense_part in sorted(sparse.items()):
-            self._combine_sparse(channel, index, dense_part, keep)
+            own, param = self._contribution(index) if keep else None, self.layout.params[index].tensor
+            factor = self._correction(channel) / divided_by
+            combined = needed("sparse_gradients")(group, own, param, dense_part, factor)
+            if keep:
+                param.grad = combined
         if keep:
             left_out = self.layout.contributions.left_out
             self.left_out = self.left_out & left_out if self.reduced else left_out
@@ -775,43 +666,3 @@ class Reducer:
         size = channel.gradients.size
         active = size - channel.num_joined
         return size / (active if self.divisor == "active" else self.divisor)
-
-    def _combine_sparse(
-        self, channel: Channel, index: int, dense_part: torch.Tensor | None, keep: bool
-    ) -> None:
-        """Combine sparse gradients. dense_part: the combined dense ones of all ranks, None if there are none."""
-        group, own = channel.gradients, self._contribution(index) if keep else None
-        param = self.layout.params[index].tensor
-        # A dense gradient of this rank was sent in the bucket.
-        combined = _sum_sparse(group, own if own is not None and own.is_sparse else None, param)
-        if keep:
-            if self.options.reduction.op == Average:
-                combined *= self._correction(channel) / group.size
-            param.grad = combined if dense_part is None else _add_sparse(combined, dense_part.to_sparse(1))
-
-
-# Sparse gradients: COO tensors, whose rows the ranks gather.
-
-
-def _sum_sparse(group: Group, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return the sum of every member's sparse COO `tensor`, coalesced, with one sparse dimension: rows.
-
-    None: a zero in the shape of `like`.
-    """
-    if tensor is None:
-        no_rows = torch.zeros(1, 0, dtype=torch.int64, device=like.device)
-        tensor = _sparse(no_rows, like.new_zeros(0, *like.shape[1:]), like.shape)
-    own = tensor.coalesce() if tensor.sparse_dim() == 1 else tensor.to_dense().to_sparse(1)
-    (indices, values), _ = allgather_rows(group, [own.indices().t().contiguous(), own.values()])
-    return _sparse(indices.t(), values, like.shape).coalesce()
-
-
-def _add_sparse(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two sparse COO tensors, coalesced. torch's own has no float16 on the CPU."""
-    first, second = first.coalesce(), second.coalesce()  # `*=` leaves a tensor uncoalesced
-    indices = torch.cat([first.indices(), second.indices()], dim=1)
-    return _sparse(indices, torch.cat([first.values(), second.values()]), first.shape).coalesce()
-
-
-def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    return torch.sparse_coo_tensor(indices, values, shape, device=values.device, check_invariants=False)
