@@ -39,6 +39,8 @@ extensions.register(
         "comm_hook": "dualdist.comm_hooks:checked_comm_hook",
         "communicators": "dualdist.mpi.communicators",
         "compare_start": "dualdist.replicas:warn_of_differences",
+        "device_groups": "dualdist.devices.groups",
+        "devices": "dualdist.devices.choice",
         "horovod": "dualdist.horovod",
         "horovod_backend": "dualdist.horovod.backend:HorovodBackend",
         "horovods_store": "dualdist.horovod.http_store",

@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from .core import accelerator
 from .core.agreement.channel import Channel
 from .core.backends.base import Work
-from .core.backends.torch_groups import abort_process_groups, keep_process_groups
 from .core.checks import wrong
 from .core.gradients.bucket_memory import Bucket
 from .core.process_exit import at_exit
+from .devices import streams
+from .devices.groups import abort_process_groups, keep_process_groups
 from .errors import HorovodInternalError
 
 # A bucket of gradients as communication hooks see it, with the interface of torch.distributed.GradBucket.
@@ -156,14 +156,14 @@ class HookedBucket(Work):
 
     def run_on(self, stream: Any) -> None:
         """Let the hook run on `stream`, after the work that this thread's stream has now."""
-        self._stream, self._packed = stream, accelerator.record_event(self.device)
-        accelerator.keep_until_done(self._bucket.buffer(), stream)
+        self._stream, self._packed = stream, streams.record_event(self.device)
+        streams.keep_until_done(self._bucket.buffer(), stream)
 
     def start(self) -> None:
         """Call the hook. `finish` waits for its result."""
         with self._reporting_errors():
             if self._packed is not None:
-                accelerator.wait_event(self.device, self._packed)
+                streams.wait_event(self.device, self._packed)
             future = self._hook.hook(self._hook.state, self._bucket)
             if not isinstance(future, torch._C.Future):
                 raise TypeError(
@@ -186,7 +186,7 @@ class HookedBucket(Work):
             stream = self._stream
             with (
                 torch.no_grad(),
-                contextlib.nullcontext() if stream is None else accelerator.use_stream(stream),
+                contextlib.nullcontext() if stream is None else streams.use_stream(stream),
             ):
                 yield
         except Exception as error:
@@ -227,10 +227,10 @@ class HookedBucket(Work):
             raise HorovodInternalError(
                 f"communication hook {self._hook.name} failed on another rank: {found[1]}"
             )
-        if (current := accelerator.current_stream(self.device)) is not None and self._stream is not None:
-            accelerator.wait_event(self.device, accelerator.record_event(self.device, self._stream))
+        if (current := streams.current_stream(self.device)) is not None and self._stream is not None:
+            streams.wait_event(self.device, streams.record_event(self.device, self._stream))
             if self.result is not None:
-                accelerator.keep_until_done(self.result, current)
+                streams.keep_until_done(self.result, current)
         if isinstance(self.error, HorovodInternalError):
             raise self.error
         if has_failed:
@@ -266,7 +266,7 @@ class HookQueue:
         """The last one whose hook has raised."""
         self._started: list[HookedBucket] = []
         """Those that backward has started itself. It may have been given up, so that nobody waits for them."""
-        self._stream_on = functools.cache(accelerator.new_stream)
+        self._stream_on = functools.cache(streams.new_stream)
         """The stream of hooks on a device. Backward continues on its own, while they wait for the other ranks."""
 
     def send(
@@ -285,7 +285,7 @@ class HookQueue:
         return work
 
     def _submit(self, work: HookedBucket) -> None:
-        if accelerator.current_stream(work.device) is not None:
+        if streams.current_stream(work.device) is not None:
             work.run_on(self._stream_on(work.device))
         if work.only_starts:
             self._started = [other for other in self._started if not other.done()]

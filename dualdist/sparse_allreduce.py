@@ -77,7 +77,8 @@ def combined_gradients(
     own = own.coalesce() if own.sparse_dim() == 1 else own.to_dense().to_sparse(1)
     (indices, values), _ = allgather_rows(group, [own.indices().t().contiguous(), own.values()])
     combined = _sparse(indices.t(), values, like.shape).coalesce()
-    combined *= factor
+    if factor != 1.0:
+        combined *= factor
     if dense_part is None:
         return combined
     # torch's own sum has no float16 on the CPU. `*=` leaves a tensor uncoalesced.

@@ -20,6 +20,7 @@ import torch
 from ..core import accelerator
 from ..core.checks import is_dtensor
 from ..core.collectives.objects import compact
+from ..core.extensions import needed
 from ..core.training.parallel import SynchronizedModule
 from ..core.training.parameters import bare_names
 
@@ -211,7 +212,7 @@ class HostCopy:
         if start + tensor.nbytes > self._chunk.nbytes():
             held = sum(copy.nbytes for copy in self._held.values())  # so that a small state takes little
             size = 1 << max(tensor.nbytes - 1, min(held, _LARGEST_CHUNK - 1)).bit_length()
-            self._chunk = accelerator.host_memory(size, torch.uint8, tensor.device).untyped_storage()
+            self._chunk = needed("streams").host_memory(size, torch.uint8, tensor.device).untyped_storage()
             start = 0
         self._used = start + tensor.nbytes
         strides = torch.empty_like(tensor, device="meta").stride()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import threading
@@ -11,15 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from ..errors import ConfigurationError, WorldMismatchError, logger
-from . import accelerator
 from .backends import choose
 from .backends.base import Backend
 from .checks import configuration, integer, items, number, text, wrong
 from .extensions import extension, needed
-from .launch import DeviceView, choose_devices, launch_from, nodes, topology
+from .launch import launch_from, nodes, topology
 from .launch.environment import (
     add_copies,
     read_settings,
@@ -205,23 +201,20 @@ def _check_numbers(launched: Launch, joined: Backend) -> None:
 
 def _finish_start(context: Context) -> None:
     """Let each rank report where it runs and what it has there, and set this process's numbers. Collective."""
-    launch, backend, names = context.launch, context.backend, accelerator.visible()
+    launch, backend, devices = context.launch, context.backend, extension("devices")
     master = (backend.address, context.at_end.enter_context(reserved_port())) if backend.rank == 0 else None
-    devices = hashlib.sha256(repr(names).encode()).hexdigest()[:8], len(names)
-    own = own_node(), launch.local_rank, devices, context.observation.contact, master
+    own = own_node(), launch.local_rank, devices and devices.summary(), context.observation.contact, master
     reports = [json.loads(text) for text in backend.finish_start(json.dumps(own))]
     context.hosts, local_ranks, seen, contacts, masters = zip(*reports, strict=True)
     context.observation.start(contacts)
     if (mpi := extension("mpi")) is not None:
         mpi.warn_of_smaller_world(backend.rank, backend.size, launch.launcher)
     places = list(zip(context.hosts, local_ranks, strict=True))
-    views = [
-        DeviceView(*place, [f"{name}.{index}" for index in range(count)])
-        for place, (name, count) in zip(places, seen, strict=True)
-    ]
-    index = choose_devices(views)[backend.rank]
-    chosen = torch.device("cpu") if index is None else torch.device(str(accelerator.kind()), index)
-    context.device, context.world = backend.device or chosen, topology(places)[backend.rank]
+    context.world = topology(places)[backend.rank]
+    if backend.device is not None:
+        context.device = backend.device
+    elif devices is not None:
+        context.device = devices.device_of(backend.rank, places, seen)
     context.at_end.enter_context(_exported(torchrun_variables(context.world, nodes(places), masters[0])))
 
 

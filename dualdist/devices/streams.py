@@ -1,4 +1,4 @@
-"""Orders collectives on a device with the work of the thread that calls them.
+"""Streams of a device, and the order of collectives there with the work of the thread that calls them.
 
 Streams are a property of a thread. The worker thread of a channel has other streams than the caller, so that without
 this a collective could read its input before the caller's kernels have written it.
@@ -7,20 +7,111 @@ this a collective could read its input before the caller's kernels have written 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from ..core import accelerator
+from ..core.accelerator import torch_accelerator
 from ..core.agreement.call import Call
 from ..core.agreement.channel import Channel
 from ..core.agreement.matching import Execute, Verdict
 from ..core.backends.base import Group
 
 T = TypeVar("T")
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the stream of this thread on `device`; None for the CPU."""
+    return None if device.type == "cpu" else torch_accelerator.current_stream(device)
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """Return a new stream on `device`."""
+    return torch.Stream(device)
+
+
+def use_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
+    """Make `stream` and its device the current ones of this thread in the `with` block."""
+    if hasattr(stream, "__enter__"):
+        return stream
+    entered: contextlib.AbstractContextManager[Any] = torch.get_device_module(stream.device).stream(stream)
+    return entered
+
+
+def record_event(device: torch.device, stream: torch.Stream | None = None) -> torch.Event:
+    """Return an event after all work on `stream`, or on this thread's stream on `device`."""
+    event = torch.Event(device)
+    event.record(stream or torch_accelerator.current_stream(device))
+    return event
+
+
+def wait_event(device: torch.device, event: torch.Event) -> None:
+    """Make this thread's stream on `device` wait for `event`. The host does not wait."""
+    torch_accelerator.current_stream(device).wait_event(event)
+
+
+def keep_until_done(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    """Reuse the memory of `tensor`, dense or COO, only after what `stream` has to do now."""
+    for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+        part.record_stream(stream)
+
+
+def host_memory(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory of the host, ((length,), dtype), for copies from `device`. It is pinned, if possible.
+
+    Copies then do not wait. torch takes a power of two of bytes (CachingHostAllocator.h), and keeps what is freed.
+    """
+    with contextlib.suppress(RuntimeError):  # the runtime of the device has none, or none left
+        return torch.empty(length, dtype=dtype, device="cpu", pin_memory=device.type == accelerator.kind())
+    return torch.empty(length, dtype=dtype, device="cpu")
+
+
+class StreamOrder:
+    """Orders streams that one after the other add to the same memory on a device: each waits for the one before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        raw = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
+        self.current_handle: Any = (
+            functools.partial(raw, device.index) if raw else lambda: current_stream(device).stream_id  # type: ignore[union-attr]
+        )
+        """Return a number for the current stream of this thread. It is called for each gradient."""
+        self.last: int | None = None
+        """The number of the stream that came last."""
+        self._stream: torch.Stream | None = None
+        self._is_mixed = False
+        """Whether there was more than one stream. Then memory is used on a stream that did not allocate it."""
+
+    def follow(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        """Make the current stream of this thread wait for the one that came last, and be the last.
+
+        tensors: what it uses then.
+        """
+        if (handle := self.current_handle()) != self.last:
+            if self._stream is not None:
+                wait_event(self._device, record_event(self._device, self._stream))
+                self._is_mixed = True
+            self.last, self._stream = handle, current_stream(self._device)
+        if self._is_mixed and (stream := current_stream(self._device)) is not None:
+            for tensor in tensors:
+                keep_until_done(tensor, stream)
+
+
+@functools.cache
+def stream_order(device: torch.device) -> StreamOrder | None:
+    """Return the order of the streams on which gradients of `device` arrive; None without streams.
+
+    Autograd runs all hooks of a device in one thread.
+    """
+    return StreamOrder(device) if device.type == accelerator.kind() else None
+
+
+# Collectives on streams.
 
 
 class _OwnStreams(threading.local):
@@ -34,7 +125,7 @@ _own = _OwnStreams()
 
 def _own_stream(device: torch.device) -> torch.Stream:
     if device not in _own.by_device:
-        _own.by_device[device] = accelerator.new_stream(device)
+        _own.by_device[device] = new_stream(device)
     return _own.by_device[device]
 
 
@@ -47,14 +138,14 @@ def on_streams_of_caller(execute: Execute[T], tensors: Sequence[torch.Tensor]) -
 
     The caller waits, so that its streams get no other work meanwhile. tensors: what `execute` reads and writes.
     """
-    streams = [accelerator.current_stream(device) for device in _devices_of(tensors)]
+    streams = [current_stream(device) for device in _devices_of(tensors)]
     caller = threading.get_ident()
 
     def execute_there(group: Group, verdict: Verdict) -> T:
         with contextlib.ExitStack() as stack:
             for stream in streams if threading.get_ident() != caller else ():
                 if stream is not None:
-                    stack.enter_context(accelerator.use_stream(stream))
+                    stack.enter_context(use_stream(stream))
             return execute(group, verdict)
 
     return execute_there
@@ -69,7 +160,7 @@ class Started(Generic[T]):
         """Submit the call. tensors: what `execute` reads and writes."""
         self._execute: Execute[T] | None = execute
         self._tensors = tensors
-        self._before = {device: accelerator.record_event(device) for device in _devices_of(tensors)}
+        self._before = {device: record_event(device) for device in _devices_of(tensors)}
         self._after: dict[torch.device, torch.Event] = {}
         self._request = channel.submit(call, self._run)
 
@@ -81,13 +172,13 @@ class Started(Generic[T]):
         with contextlib.ExitStack() as stack:
             for device, event in self._before.items():
                 stream = _own_stream(device)
-                stack.enter_context(accelerator.use_stream(stream))
-                accelerator.wait_event(device, event)
+                stack.enter_context(use_stream(stream))
+                wait_event(device, event)
                 for tensor in tensors:
                     if tensor.device == device:
-                        accelerator.keep_until_done(tensor, stream)
+                        keep_until_done(tensor, stream)
             result = execute(group, verdict)
-            self._after = {device: accelerator.record_event(device) for device in self._before}
+            self._after = {device: record_event(device) for device in self._before}
         return result
 
     @property
@@ -99,9 +190,9 @@ class Started(Generic[T]):
         """Wait for the call, and return its result. The current streams of this thread wait for the devices."""
         result = self._request.get()
         for device, event in self._after.items():
-            accelerator.wait_event(device, event)
+            wait_event(device, event)
         for leaf in tree_leaves(result):
-            stream = accelerator.current_stream(leaf.device) if isinstance(leaf, torch.Tensor) else None
+            stream = current_stream(leaf.device) if isinstance(leaf, torch.Tensor) else None
             if stream is not None and leaf.device in self._after:
-                accelerator.keep_until_done(leaf, stream)
+                keep_until_done(leaf, stream)
         return result

@@ -15,6 +15,8 @@ import torch
 from ..core import accelerator
 from ..core.backends.base import Group, Work
 from ..core.executor import Patience, Worker, wait_for
+from ..core.gradients.bucket_memory import BucketMemory
+from . import streams
 
 
 class _QueuedWork(Work):
@@ -30,11 +32,11 @@ class _QueuedWork(Work):
     def copy_on(self, stream: torch.Stream) -> None:
         """Copy the tensor on `stream`, after the work that this thread's stream has now. `start` waits for the copy."""
         device = self._tensor.device
-        packed = accelerator.record_event(device)
-        with accelerator.use_stream(stream):
-            accelerator.wait_event(device, packed)
+        packed = streams.record_event(device)
+        with streams.use_stream(stream):
+            streams.wait_event(device, packed)
             self._host.copy_(self._tensor, non_blocking=True)
-            self._copied = accelerator.record_event(device)
+            self._copied = streams.record_event(device)
 
     def start(self) -> None:
         """Start the allreduce after the copy. `wait` raises what this raises."""
@@ -64,11 +66,14 @@ class ThroughHost:
         self.waiting: deque[_QueuedWork] = deque()
         """Those that the worker thread has not started yet. If there are any, `allreduce_` must start the next one."""
         self._worker = Worker(self._start_waiting, "dualdist-buckets")
-        self._stream_on = functools.cache(accelerator.new_stream)
+        self._stream_on = functools.cache(streams.new_stream)
         """The stream of the copies from a device."""
 
-    def allreduce_(self, tensor: torch.Tensor, op: int, tag: str, host: torch.Tensor | None) -> Work:
-        """Start what `Group.allreduce_` does. host: memory for a copy of `tensor`; None: the group can send it."""
+    def allreduce_(self, tensor: torch.Tensor, op: int, tag: str, held: BucketMemory | None) -> Work:
+        """Start what `Group.allreduce_` does. held: keeps memory for a copy of `tensor`; None: the group sends it."""
+        host = None if held is None else held.host
+        if held is not None and (host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype)):
+            held.host = host = streams.host_memory(len(tensor), tensor.dtype, tensor.device)
         work = _QueuedWork(self._group, tensor, tensor if host is None else host, op, tag)
         if host is not None:
             work.copy_on(self._stream_on(tensor.device))

@@ -26,10 +26,11 @@ from ..core import accelerator
 from ..core.backends import choose
 from ..core.backends.store import meet
 from ..core.checks import shown_ranks
-from ..core.launch import NO_NVLINK, DeviceView, choose_devices, confined_hosts, detect, shared_devices
+from ..core.launch import detect
 from ..core.launch.environment import read_settings
 from ..core.meeting.addresses import Gather, find_addresses, interface_of, own_node
 from ..core.types import Launch
+from ..devices.choice import NO_NVLINK, DeviceView, choose_devices, confined_hosts, shared_devices, visible
 from ..errors import ConfigurationError
 from ..exec.command import cores_by_node, numa_node
 from ..mpi import meeting as mpi
@@ -170,7 +171,7 @@ _GPUS, _DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia/ver
 def _collect(launch: Launch, chosen: tuple[str, bool], address: str, gather: Gather) -> WorldFacts:
     """Return what all processes report, the same on every rank. Collective."""
     found = json.dumps(installed_versions(), sort_keys=True)
-    devices = accelerator.visible(by_uuid=True)
+    devices = visible(by_uuid=True)
     cores = os.sched_getaffinity(0)
     mine = ProcessFacts(
         launch.rank,
@@ -188,7 +189,7 @@ def _collect(launch: Launch, chosen: tuple[str, bool], address: str, gather: Gat
         sorted(cores),
         sorted(node for node, numbers in cores_by_node().items() if numbers & cores),
         os.cpu_count() or len(cores),
-        accelerator.visible(),
+        visible(),
     )
     processes = [ProcessFacts(**json.loads(text)) for text in gather(json.dumps(asdict(mine)))]
     digests, nodes = ([getattr(one, name) for one in processes] for name in ("versions", "node"))

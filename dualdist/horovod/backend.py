@@ -28,16 +28,17 @@ from ..core import accelerator, process_exit
 from ..core.backends import needs_gpus
 from ..core.backends.base import Backend, Exchange, Group
 from ..core.backends.store import SharedStore, meet, open_store
-from ..core.backends.torch import bind_device, check_devices, error_handling
 from ..core.backends.torch_groups import (
-    DefaultGroup,
     TorchGroups,
     allow_open_files,
     config_of,
     gloo_interface,
+    new_default_group,
+    new_torch_groups,
 )
 from ..core.executor import Patience, in_thread, wait_for
-from ..core.launch import DeviceView, Place, nodes, topology
+from ..core.extensions import needed
+from ..core.launch import Place, nodes, topology
 from ..core.launch.environment import names_of_copies, temporary_environment
 from ..core.meeting.addresses import LOOPBACK, check_interfaces, interface_of, own_node
 from ..core.meeting.boards import PublishedBoard
@@ -248,7 +249,7 @@ class HorovodBackend(Backend):
         self._settings = settings
         self._timeout = settings.start_timeout_seconds
         self._is_stuck = False
-        self._default_group = DefaultGroup()
+        self._default_group = new_default_group(self.device)
         self._on_shutdown = contextlib.ExitStack()
         """What `shutdown` undoes."""
         self._groups: list[HorovodGroup] = []
@@ -269,7 +270,9 @@ class HorovodBackend(Backend):
             self._on_shutdown.callback(shared.listener.close)
             self._nodes = shared.addresses.nodes
         # For the default group, and those that programs make.
-        variables = gloo_interface(self.address, os.environ) | error_handling(self.device, os.environ)
+        variables = gloo_interface(self.address, os.environ)
+        if self.device is not None:
+            variables |= needed("devices").error_handling(self.device, os.environ)
         self._on_shutdown.enter_context(temporary_environment(variables))
 
     def _bind_device(self, launch: Launch) -> torch.device | None:
@@ -279,12 +282,13 @@ class HorovodBackend(Backend):
         """
         if not hvd.nccl_built():
             return None
+        devices = needed("devices")
         chosen = accelerator.current_device() if self._adopted and self.transport == "nccl" else None
-        view = DeviceView(own_node(), launch.local_rank, accelerator.visible(by_uuid=True))
+        view = devices.DeviceView(own_node(), launch.local_rank, devices.visible(by_uuid=True))
         views = hvd.allgather_object(view, name="dualdist.devices")
         if not self._adopted and needs_gpus(self.transport):
-            check_devices(views, self.transport)
-        return chosen or bind_device(self.transport, views, self.rank)
+            devices.check_devices(views, self.transport)
+        return chosen or devices.bind_device(self.transport, views, self.rank)
 
     @staticmethod
     def _controller() -> str:
@@ -430,15 +434,8 @@ class HorovodBackend(Backend):
         """Groups of torch beside Horovod, for ranks of which it has no process set."""
         assert self.store is not None, "a world of one rank has no other set of ranks"
         timeout = timedelta(seconds=self._timeout)
-        made = TorchGroups(
-            self.rank,
-            self._config,
-            self.device,
-            self._nodes,
-            self.store,
-            timeout,
-            self._settings.env,
-        )
+        others = self._nodes, self.store, timeout, self._settings.env
+        made = new_torch_groups(self.rank, self._config, self.device, *others)
         self._on_shutdown.callback(made.close)
         return made
 
@@ -497,7 +494,7 @@ class HorovodBackend(Backend):
             return
         store = dist.HashStore() if self.store is None else self.store
         allow_open_files(self.size)
-        place = self.rank, self.size, timedelta(seconds=self._timeout), self.device
+        place = self.rank, self.size, timedelta(seconds=self._timeout)
         self.start_step(lambda: self._default_group.open(self._config, store, *place))
 
     def abort_default_group(self) -> None:

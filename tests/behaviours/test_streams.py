@@ -21,6 +21,7 @@ import dualdist as hvd
 from dualdist.checkpoint.contents import HostCopy
 from dualdist.core import accelerator
 from dualdist.core.world.context import current
+from dualdist.devices import streams
 
 from ..accelerator import sleep_ms
 from ..helpers.exchanges import reductions
@@ -53,7 +54,7 @@ def says_done_too_early(seeds: range = range(0)) -> bool:
     """Return whether poll is True while the device computes. It does not wait, and is True afterwards."""
     hvd.allreduce(torch.ones(COUNT))  # the first call takes longer
     sleep_ms(LONG)
-    busy = accelerator.record_event(hvd.device())
+    busy = streams.record_event(hvd.device())
     handle = hvd.allreduce_async(torch.ones(COUNT))
     hvd.barrier()  # in the same thread after the call
     early = hvd.poll(handle)
@@ -119,7 +120,7 @@ def test_backward_does_not_wait_for_the_device() -> None:
 
     def at_first_gradient(_: torch.Tensor) -> None:
         sleep_ms(LONG)
-        busy.append(accelerator.record_event(hvd.device()))
+        busy.append(streams.record_event(hvd.device()))
 
     weights[3].register_hook(at_first_gradient)
     weights[0].register_hook(lambda _: was_busy.append(not busy[-1].query()))
@@ -137,7 +138,7 @@ def test_the_stream_of_backward_does_not_wait_for_a_communication_hook() -> None
         """A hook that is no part of torch, so that it runs in a thread."""
         if bucket.index() == 0:
             sleep_ms(LONG)
-            busy.append(accelerator.record_event(hvd.device()))
+            busy.append(streams.record_event(hvd.device()))
             is_queued.set()
         future: Any = torch.futures.Future()
         future.set_result(bucket.buffer().square())
@@ -145,7 +146,7 @@ def test_the_stream_of_backward_does_not_wait_for_a_communication_hook() -> None
 
     def at_last_gradient(_: torch.Tensor) -> None:
         assert is_queued.wait(20)
-        accelerator.record_event(hvd.device()).synchronize()
+        streams.record_event(hvd.device()).synchronize()
         was_busy.append(not busy[-1].query())
 
     weights, backward = weights_in_turn(comm_hook=square)
@@ -189,10 +190,10 @@ class Line(NamedTuple):
 CALL, HOOK = "devices.streams:Started", "comm_hooks:HookedBucket"
 COPY = "devices.through_host:_QueuedWork"
 LINES = {
-    "a call waits for the stream": Line(f"{CALL}._run", "accelerator.wait_event(device, event)", PROGRAMS),
-    "a call records inputs": Line(f"{CALL}._run", "accelerator.keep_until_done(tensor, stream)", PROGRAMS),
-    "synchronize waits": Line(f"{CALL}.get", "accelerator.wait_event(device, event)", PROGRAMS),
-    "synchronize records results": Line(f"{CALL}.get", "accelerator.keep_until_done(leaf, stream)", PROGRAMS),
+    "a call waits for the stream": Line(f"{CALL}._run", "wait_event(device, event)", PROGRAMS),
+    "a call records inputs": Line(f"{CALL}._run", "keep_until_done(tensor, stream)", PROGRAMS),
+    "synchronize waits": Line(f"{CALL}.get", "wait_event(device, event)", PROGRAMS),
+    "synchronize records results": Line(f"{CALL}.get", "keep_until_done(leaf, stream)", PROGRAMS),
     "poll asks the device": Line(
         f"{CALL}.ended",
         "return self._request.ended and all(event.query() for event in self._after.values())",
@@ -201,26 +202,26 @@ LINES = {
     ),
     "a call in another thread has the caller's streams": Line(
         "devices.streams:on_streams_of_caller",
-        "stack.enter_context(accelerator.use_stream(stream))",
+        "stack.enter_context(use_stream(stream))",
         PROGRAMS,
     ),
     "the stream waits for the transport": Line(
         "core.backends.torch_groups:_TorchWork.wait", "self._work.wait()", PROGRAMS
     ),
     "a bucket waits for all its streams": Line(
-        "core.accelerator:StreamOrder.follow",
+        "devices.streams:StreamOrder.follow",
         "wait_event(self._device, record_event(self._device, self._stream))",
         TRAININGS,
     ),
     "a bucket of several streams is recorded": Line(
-        "core.gradients.reducer:Reducer._send_next", "accelerator.keep_until_done(tensor, stream)", TRAININGS
+        "devices.streams:StreamOrder.follow", "keep_until_done(tensor, stream)", TRAININGS
     ),
     "a hook waits for its bucket": Line(
-        f"{HOOK}.start", "accelerator.wait_event(self.device, self._packed)", TRAININGS
+        f"{HOOK}.start", "streams.wait_event(self.device, self._packed)", TRAININGS
     ),
     "backward waits for a hook": Line(
         f"{HOOK}.wait",
-        "accelerator.wait_event(self.device, accelerator.record_event(self.device, self._stream))",
+        "streams.wait_event(self.device, streams.record_event(self.device, self._stream))",
         TRAININGS,
     ),
     "a state waits for its copy": Line(
@@ -228,9 +229,7 @@ LINES = {
     ),
 }
 LINES_THROUGH_HOST = {
-    "a copy waits for its bucket": Line(
-        f"{COPY}.copy_on", "accelerator.wait_event(device, packed)", TRAININGS
-    ),
+    "a copy waits for its bucket": Line(f"{COPY}.copy_on", "streams.wait_event(device, packed)", TRAININGS),
     "the host waits for the copy": Line(f"{COPY}.start", "self._copied.synchronize()", TRAININGS),
 }
 

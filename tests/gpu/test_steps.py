@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import dualdist as hvd
 from dualdist.core import accelerator
+from dualdist.devices import streams
 
 from ..helpers import world as world_module
 from ..helpers.requirements import need, need_programs
@@ -46,12 +47,12 @@ BUSY = 10
 
 
 def current_stream() -> Any:
-    return accelerator.current_stream(torch.device(DEVICE))
+    return streams.current_stream(torch.device(DEVICE))
 
 
 def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
     """Make `stream` the current one in the `with` block; None changes nothing."""
-    return contextlib.nullcontext() if stream is None else accelerator.use_stream(stream)
+    return contextlib.nullcontext() if stream is None else streams.use_stream(stream)
 
 
 class Late(nn.Module):
@@ -68,13 +69,13 @@ class Branches(nn.Module):
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self.streams = [accelerator.new_stream(torch.device(DEVICE)) for _ in parts]
+        self.streams = [streams.new_stream(torch.device(DEVICE)) for _ in parts]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         current, outputs = current_stream(), torch.zeros_like(inputs)
         for stream, part in zip(self.streams, self.parts, strict=True):
             stream.wait_stream(current)
-            with accelerator.use_stream(stream):
+            with streams.use_stream(stream):
                 output = part(inputs)
             current.wait_stream(stream)
             outputs = outputs + output
@@ -266,7 +267,7 @@ def wrong_results(device: str, name: str, is_async: bool) -> list[int]:
     The memory of an input goes back to the side stream, that of an asynchronous result to the stream of the call.
     """
     call, start = CALLS[name]
-    side, other = (accelerator.new_stream(torch.device(device)) for _ in range(2))
+    side, other = (streams.new_stream(torch.device(device)) for _ in range(2))
     kept: list[Tensors] = []
     numbers = range(4)
 
@@ -277,7 +278,7 @@ def wrong_results(device: str, name: str, is_async: bool) -> list[int]:
         return torch.full((SIZE,), math.inf, device=device)
 
     for number in numbers:
-        with accelerator.use_stream(side):
+        with streams.use_stream(side):
             sleep(BUSY)
             inputs = numbered(number, device)
             begun = start(inputs) if is_async else call(inputs)
@@ -289,7 +290,7 @@ def wrong_results(device: str, name: str, is_async: bool) -> list[int]:
             sleep(BUSY)
             kept.append([output.clone() for output in outputs_of(result)])
             del result
-        with accelerator.use_stream(other):
+        with streams.use_stream(other):
             hvd.synchronize(start(spoiled()))
     accelerator.synchronize(torch.device(device))
     expected = [
@@ -313,10 +314,10 @@ def test_calls_from_a_busy_stream_are_right_when_their_memory_is_used_again(
 
 def polled(device: str) -> tuple[bool, bool, bool]:
     """Return what poll says while the device is busy, whether it is still busy then, and what poll says afterwards."""
-    side = accelerator.new_stream(torch.device(device))
-    with accelerator.use_stream(side):
+    side = streams.new_stream(torch.device(device))
+    with streams.use_stream(side):
         sleep(50 * BUSY)
-        busy = accelerator.record_event(torch.device(device))
+        busy = streams.record_event(torch.device(device))
         handle = hvd.allreduce_async(torch.ones(SIZE, device=device))
     hvd.allreduce(torch.ones(1))  # then the asynchronous call has been started
     early = hvd.poll(handle)
@@ -353,7 +354,7 @@ PLACES = {"backward elsewhere": mixed(late), "all aside": mixed(late), "branches
 def gradients_on_streams(device: str, how: str, place: str) -> Tensors:
     """Return the gradients of several steps, and the weights after them."""
     training = Training(device, how, PLACES[place])
-    first, second = (accelerator.new_stream(torch.device(device)) for _ in range(2))
+    first, second = (streams.new_stream(torch.device(device)) for _ in range(2))
     found: Tensors = []
     accelerator.synchronize(torch.device(device))
     with warnings.catch_warnings(), on_stream(None if place == "branches" else first):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import dualdist as hvd
-from dualdist.core import accelerator
+from dualdist.devices import streams
 
 from .. import accelerator as simulated
 
@@ -48,25 +48,25 @@ class Streams:
         self.device = device
         self._streams: list[Any] = [None] * count
         if device.type != "cpu":
-            others = (accelerator.new_stream(device) for _ in range(count - 1))
-            self._streams = [accelerator.current_stream(device), *others]
+            others = (streams.new_stream(device) for _ in range(count - 1))
+            self._streams = [streams.current_stream(device), *others]
 
     def on(self, number: int) -> contextlib.AbstractContextManager[Any]:
         """Make a stream the current one in the `with` block."""
         stream = self._streams[number]
-        return contextlib.nullcontext() if stream is None else accelerator.use_stream(stream)
+        return contextlib.nullcontext() if stream is None else streams.use_stream(stream)
 
     def event(self) -> Any:
         """Return an event after the work of the current stream."""
-        return None if self.device.type == "cpu" else accelerator.record_event(self.device)
+        return None if self.device.type == "cpu" else streams.record_event(self.device)
 
     def use(self, event: Any, *tensors: torch.Tensor) -> None:
         """Let the current stream use tensors after `event`."""
         if event is not None:
-            accelerator.wait_event(self.device, event)
-            current: Any = accelerator.current_stream(self.device)
+            streams.wait_event(self.device, event)
+            current: Any = streams.current_stream(self.device)
             for tensor in tensors:
-                accelerator.keep_until_done(tensor, current)
+                streams.keep_until_done(tensor, current)
 
     def sleep(self, milliseconds: int) -> None:
         """Keep the current stream busy."""

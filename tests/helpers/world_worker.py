@@ -53,13 +53,13 @@ def use_simulated_device() -> None:
     """Have the device that the environment variable DEVICE asks for, if any."""
     if (how := os.environ.get(DEVICE)) is None:
         return
-    from dualdist.core import accelerator
+    from dualdist.devices import choice
     from tests.accelerator import register
 
     register("npu")
     if how == "own":
         names = (f"of rank {os.environ['LOCAL_RANK']}",)
-        accelerator.visible = lambda *, by_uuid=False: names
+        choice.visible = lambda *, by_uuid=False: names
 
 
 def serve(connection: Connection[Any, Any]) -> None:

@@ -14,8 +14,9 @@ import torch
 
 import dualdist as hvd
 from dualdist.core import accelerator, process_exit
-from dualdist.core.backends.torch_groups import DefaultGroup
 from dualdist.core.world.context import current
+from dualdist.devices import choice
+from dualdist.devices.groups import DefaultGroup
 
 from ..helpers.world import World
 
@@ -36,7 +37,7 @@ def bound_device(
         patch.setattr(backend, "transport", "nccl")
         patch.setattr(backend, "_adopted", is_adopted)
         patch.setattr(accelerator, "kind", lambda: "cuda")
-        patch.setattr(accelerator, "visible", lambda by_uuid: devices)
+        patch.setattr(choice, "visible", lambda by_uuid: devices)
         patch.setattr(accelerator, "current_device", lambda: chosen)
         patch.setattr(accelerator, "bind", lambda device: bound.append(str(device)))
         device = backend._bind_device(current().launch)
@@ -52,7 +53,7 @@ def shutdown_after_a_failure() -> bool:
     never = threading.Event()
     world: Any = SimpleNamespace(
         _on_shutdown=contextlib.ExitStack(),
-        _default_group=DefaultGroup(),
+        _default_group=DefaultGroup(torch.device("cuda", 0)),
         _adopted=False,
         _elastic=False,
         _is_stuck=False,
@@ -89,7 +90,8 @@ def aborts_default_group() -> bool:
     """Return whether a failure ends what communication hooks have in progress on a device."""
     group, backend = mock.Mock(), current().backend
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "_default_group", group)
+        patch.setattr(backend, "_default_group", DefaultGroup(torch.device("cuda", 0)))
+        backend._default_group.group = group  # type: ignore[attr-defined]
         backend.abort_default_group()
     return bool(group.abort.called)
 

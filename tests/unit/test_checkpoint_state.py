@@ -21,6 +21,7 @@ from dualdist.checkpoint import Manifest, RandomState, contents, restoration
 from dualdist.checkpoint.contents import HostCopy, check_state, collect, digest, fitting_part, on_host
 from dualdist.checkpoint.format import MemoryFile, copy_verified, write_checkpoint
 from dualdist.core import accelerator
+from dualdist.devices import streams
 from dualdist.errors import CheckpointError
 
 
@@ -158,7 +159,7 @@ def test_pinned_copies_of_a_state_take_little_more_than_the_state(
         return torch.empty(length, dtype=torch.uint8)
 
     monkeypatch.setattr(accelerator, "has_streams", lambda tensor: True)
-    monkeypatch.setattr(accelerator, "host_memory", host_memory)
+    monkeypatch.setattr(streams, "host_memory", host_memory)
     monkeypatch.setattr(contents, "_LARGEST_CHUNK", 1 << 18)
     shapes = [(320, 40), *[(40, 40)] * 4, *[(110, 40)] * 3, (40,)] * 20  # as in a language model
     state = {str(place): torch.full(shape, float(place)).t() for place, shape in enumerate(shapes)}

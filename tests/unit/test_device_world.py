@@ -15,6 +15,7 @@ import dualdist as hvd
 from dualdist.core import accelerator, process_exit
 from dualdist.core.world import context as context_module
 from dualdist.core.world.context import current
+from dualdist.devices import choice
 
 DEVICE = torch.device("cuda", 0)
 if not hasattr(dist.distributed_c10d, "_get_split_source"):
@@ -82,7 +83,7 @@ def communicators(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Communicator
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: DEVICE)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
-    monkeypatch.setattr(accelerator, "visible", visible)
+    monkeypatch.setattr(choice, "visible", visible)
     monkeypatch.setattr(accelerator, "current_device", lambda: None)
     monkeypatch.setattr(accelerator, "synchronize", lambda device: Communicator.order.append("synchronized"))
     monkeypatch.setattr(accelerator, "bind", lambda device: Communicator.order.append(f"bound to {device}"))

@@ -10,7 +10,7 @@ from dataclasses import asdict
 import pytest
 
 from dualdist.core.backends.torch import Offer, agreed_transport
-from dualdist.core.launch import NO_NVLINK, DeviceView, choose_devices, shared_devices
+from dualdist.devices.choice import NO_NVLINK, DeviceView, choose_devices, shared_devices
 from dualdist.errors import ConfigurationError
 
 

@@ -18,12 +18,12 @@ from dualdist.core import accelerator
 from dualdist.core.agreement.call import Call
 from dualdist.core.agreement.guard import Guard
 from dualdist.core.agreement.observers import Observers
-from dualdist.core.backends import torch_groups
-from dualdist.core.backends.torch import error_handling
-from dualdist.core.backends.torch_groups import TorchGroup, transport_timeout
 from dualdist.core.collectives.allreduce import ALLREDUCE
 from dualdist.core.collectives.join import _device_of
 from dualdist.core.types import Sum
+from dualdist.devices import groups as device_groups
+from dualdist.devices.choice import error_handling
+from dualdist.devices.groups import DeviceGroup, transport_timeout
 from dualdist.errors import HorovodInternalError, StallError
 
 CUDA = torch.device("cuda", 1)
@@ -43,15 +43,15 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 def destroyed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The process groups that were destroyed."""
     groups: list[object] = []
-    monkeypatch.setattr(torch_groups, "abort_process_group", groups.append)
+    monkeypatch.setattr(device_groups, "abort_process_group", groups.append)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     return groups
 
 
-def device_group(*types: str) -> tuple[TorchGroup, Any]:
+def device_group(*types: str) -> tuple[DeviceGroup, Any]:
     """Return a group of two ranks that carries tensors on the device, or of these types, and its process group."""
     inner = mock.Mock()
-    return TorchGroup([0, 1], 0, inner, frozenset(types or {"cuda"}), CUDA), inner
+    return DeviceGroup([0, 1], 0, inner, frozenset(types or {"cuda"}), CUDA), inner
 
 
 def guard(events: list[str]) -> Guard:
@@ -86,7 +86,7 @@ def test_only_the_device_part_of_a_process_group_is_aborted_and_only_once(bound:
 def test_a_group_is_aborted_where_the_interpreter_ends_and_starts_no_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch_groups, "in_thread", mock.Mock(side_effect=RuntimeError("at shutdown")))
+    monkeypatch.setattr(device_groups, "in_thread", mock.Mock(side_effect=RuntimeError("at shutdown")))
     group, process_group = device_group("cpu", "cuda")
     group.abort()
     assert process_group._get_backend().abort.called and group.is_aborted
@@ -108,9 +108,9 @@ def test_a_group_whose_abort_does_not_end_is_left_alone(
     destroyed: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[object] = []
-    monkeypatch.setattr(torch_groups, "_ABORT_SECONDS", 0.0)
-    monkeypatch.setattr(torch_groups, "never_delete", left.append)
-    monkeypatch.setattr(torch_groups, "skip_destructors_at_exit", lambda: left.append("no destructors"))
+    monkeypatch.setattr(device_groups, "_ABORT_SECONDS", 0.0)
+    monkeypatch.setattr(device_groups, "never_delete", left.append)
+    monkeypatch.setattr(device_groups, "skip_destructors_at_exit", lambda: left.append("no destructors"))
     never = threading.Event()
     group, process_group = device_group()
     process_group._get_backend().abort.side_effect = never.wait
@@ -133,13 +133,13 @@ def test_no_collective_and_no_other_abort_reaches_a_group_during_its_abort(
     group.abort()
     with pytest.raises(HorovodInternalError, match="given up its collectives"):
         group.allreduce_(mock.Mock(device=CUDA), Sum)
-    torch_groups.abort_process_groups()
+    device_groups.abort_process_groups()
     assert ends.is_set() and not process_group.allreduce.called and not process_group.abort.called
 
 
 def test_a_process_group_of_the_cpu_notices_failures_itself() -> None:
     process_group: Any = mock.Mock()
-    TorchGroup([0, 1], 0, process_group, frozenset({"cpu"}), None).abort()
+    DeviceGroup([0, 1], 0, process_group, frozenset({"cpu"}), None).abort()
     assert process_group.mock_calls == []
 
 

@@ -34,8 +34,19 @@ BETWEEN_OTHERS = {
     "__main__": {"cli"},
     "checkpoint": {"rooted_collectives"},  # the states of all ranks are gathered on the writer
     "cli": {"doctor", "exec", "horovod", "migrate", "observation", "parity", "processes"},  # its commands
-    "compat": {"elastic", "horovod", "sync_batch_norm"},  # Horovod's names, also while it is installed
-    "doctor": {"exec", "mpi", "processes"},  # --world starts MPI, and shows the NUMA nodes of devices
+    "comm_hooks": {"devices"},  # hooks run on streams of their own
+    "compat": {
+        "copies",
+        "elastic",
+        "horovod",
+        "sync_batch_norm",
+    },  # Horovod's names, also while it is installed
+    "doctor": {
+        "devices",
+        "exec",
+        "mpi",
+        "processes",
+    },  # --world starts MPI, and shows the NUMA nodes of devices
     "elastic": {"checkpoint", "samplers"},
     "exec": {"compat", "slurm"},  # the option --compat, the form of lists of cores
     "horovod": {"mpi"},  # on the transport mpi, ranks meet and end as MPI's launcher expects it
@@ -173,7 +184,16 @@ def test_a_module_imports_from_its_room_and_those_below() -> None:
                 assert is_core(other) and height(name) >= height(other), f"{name} imports {other}"
             elif not is_core(other) and room_of(other) != room:
                 between_others.setdefault(room, set()).add(room_of(other))
-        if room not in ("core.backends", "horovod", "mpi", "sharding", "exec", "torch_ddp", "built"):
+        if room not in (
+            "core.backends",
+            "devices",
+            "horovod",
+            "mpi",
+            "sharding",
+            "exec",
+            "torch_ddp",
+            "built",
+        ):
             assert not starts(outside, "horovod") and not starts(outside, "torch.distributed"), name
         if room in WITHOUT_TORCH:
             assert not starts(outside, "torch"), name

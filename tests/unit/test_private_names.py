@@ -82,7 +82,7 @@ PATCHES = {
     "horovod/group.py": {"atexit.unregister(function)": "Horovod's shutdown may wait without an end"},
     "horovod/__init__.py": {"sys.meta_path[:] = ": "compat has the name horovod, which its backend needs"},
     "mpi/transport.py": {"_not_recorded.add(": "torch's flight recorder ends groups that are in Python"},
-    "core/backends/torch_groups.py": {
+    "devices/groups.py": {
         "c10d._hash_ranks_to_str = ": "groups that only their members make need equal names",
         "torch_world.group_count = ": "the other ranks do not count such a group",
     },

@@ -26,6 +26,7 @@ NAMES = {
     },
     "checkpoint": {"checkpoint", "elastic"},
     "comm_hooks": {"CommHookState"},
+    "devices": {"CommHookState"},
     "elastic": {"elastic"},
     "lr": {"lr"},
     "metrics": {"metrics"},

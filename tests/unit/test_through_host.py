@@ -10,6 +10,7 @@ import torch
 from dualdist.core import accelerator
 from dualdist.core.backends.base import Work
 from dualdist.core.types import Sum
+from dualdist.devices import streams
 from dualdist.devices.through_host import ThroughHost
 from dualdist.errors import HorovodInternalError
 
@@ -60,6 +61,6 @@ def test_a_copy_lies_in_pageable_memory_where_the_runtime_of_the_device_pins_non
     asked: list[bool] = []
     monkeypatch.setattr(accelerator, "kind", lambda: "meta")
     monkeypatch.setattr(torch, "empty", without_pins)
-    memory = accelerator.host_memory(3, torch.float16, torch.device("meta"))
+    memory = streams.host_memory(3, torch.float16, torch.device("meta"))
     assert asked == [True, False]
     assert (memory.is_cpu, memory.shape, memory.dtype) == (True, (3,), torch.float16)

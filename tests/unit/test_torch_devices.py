@@ -16,8 +16,11 @@ from dualdist.core import accelerator
 from dualdist.core.backends import check_transport
 from dualdist.core.backends import torch as backend_module
 from dualdist.core.backends.torch import Offer, TorchBackend, agreed_transport
-from dualdist.core.backends.torch_groups import TorchGroups, adopted_config, carried_types, config_of
+from dualdist.core.backends.torch_groups import adopted_config, carried_types, config_of
 from dualdist.core.types import Launch, Settings
+from dualdist.devices import choice
+from dualdist.devices import groups as device_groups
+from dualdist.devices.groups import DeviceGroups
 
 CUDA = {"cpu": "gloo", "cuda": "nccl"}
 NCCLS = ("nccl", "nccl2", "nccl-legacy", "nccl-lazy", "ncclx")
@@ -36,7 +39,7 @@ def test_a_group_is_adopted_however_it_was_named(adopted: None) -> None:
     config = adopted_config()
     assert config["cpu"] == "gloo"
     assert backend_module.adopted_transport(config) == "gloo"
-    assert backend_module.adopted_device("gloo") is None
+    assert choice.adopted_device() is None
 
 
 @pytest.mark.parametrize(
@@ -83,9 +86,9 @@ def test_tensors_that_need_no_copy_to_the_host(config: dict[str, str], carried: 
 @pytest.mark.parametrize("prefix", ["CUDA", "ASCEND_RT", "MLU"])
 def test_devices_are_named_as_their_variables_say(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "count", lambda: 2)
-    assert accelerator.visible() == ("0", "1")
+    assert choice.visible() == ("0", "1")
     monkeypatch.setenv(f"{prefix}_VISIBLE_DEVICES", "3,GPU-8932f937")
-    assert accelerator.visible() == ("3", "GPU-8932f937")
+    assert choice.visible() == ("3", "GPU-8932f937")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_devices_that_a_process_is_confined_to_are_named_by_the_driver(
     monkeypatch.setattr(torch, "get_device_module", lambda kind: driver)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    assert accelerator.visible(by_uuid=True) == names
+    assert choice.visible(by_uuid=True) == names
 
 
 @pytest.mark.parametrize("adopted", ["gloo"], indirect=True)
@@ -129,7 +132,7 @@ def test_a_group_of_some_ranks_does_not_split_the_communicator_of_all(
         seen.extend([world.bound_device_id, device_id, options["use_local_synchronization"]])
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    groups = TorchGroups(0, CUDA, device, ["a"], dist.HashStore(), timedelta(minutes=1), {})
+    groups = DeviceGroups(0, CUDA, device, ["a"], dist.HashStore(), timedelta(minutes=1), {})
     groups.make([0], 1, lambda text: [text], among_members=True)
     assert seen == [None, device, True]
     assert world.bound_device_id == device
@@ -145,7 +148,8 @@ def test_a_group_has_the_same_name_on_all_members_whatever_other_groups_they_are
     monkeypatch.setattr(c10d, "_hash_ranks_to_str", lambda ranks: f"{ranks} {len(others)}")
     monkeypatch.setattr(dist, "new_group", lambda ranks, **_: names.append(c10d._hash_ranks_to_str(ranks)))
     for _ in range(2):
-        groups = TorchGroups(0, CUDA, None, ["a"], dist.HashStore(), timedelta(minutes=1), {})
+        monkeypatch.setattr(device_groups, "_members_groups_made", Counter())
+        groups = DeviceGroups(0, CUDA, None, ["a"], dist.HashStore(), timedelta(minutes=1), {})
         groups.make([0], 2, lambda text: [text], among_members=True)
         others.append("of this rank and another one")
         dist.destroy_process_group()  # the next world may have processes that were not in this one
@@ -164,7 +168,7 @@ def test_an_adopted_world_takes_the_device_that_the_program_has_chosen_else_choo
     variable, made = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
     monkeypatch.setattr(backend_module, "adopted_config", lambda: CUDA)
     monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
-    monkeypatch.setattr(accelerator, "visible", lambda by_uuid: ("0", "1"))
+    monkeypatch.setattr(choice, "visible", lambda by_uuid=False: ("0", "1"))
     monkeypatch.setattr(accelerator, "current_device", lambda: chosen)
     monkeypatch.setattr(accelerator, "bind", lambda device: made.append(str(device)))
     monkeypatch.delenv(variable, raising=False)

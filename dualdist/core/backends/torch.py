@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,21 +20,20 @@ from ...errors import BackendUnavailableError, ConfigurationError, logger
 from .. import accelerator
 from ..executor import Patience, in_thread, wait_for
 from ..extensions import extension, needed
-from ..launch import NO_NVLINK, DeviceView, choose_devices, confined_hosts, shared_devices
 from ..launch.environment import temporary_environment
-from ..meeting.addresses import own_node
+from ..meeting.addresses import own_node, shown_host
 from ..meeting.member import Meeting
 from ..types import Launch, Settings
 from . import needs_gpus, transport_named
 from .base import Backend, Exchange, Group
 from .store import SharedStore, StoreBoard, connect_again, meet, open_store
 from .torch_groups import (
-    DefaultGroup,
-    TorchGroups,
     adopted_config,
     allow_open_files,
     config_of,
     gloo_interface,
+    new_default_group,
+    new_torch_groups,
     wrapped,
 )
 
@@ -50,12 +47,19 @@ _FALLBACK = "gloo"
 
 
 @dataclass(frozen=True)
-class Offer(DeviceView):
+class Offer:
     """What a rank reports before the transport is chosen."""
 
+    host: str
+    local_rank: int | None
+    """From the launcher; None if it does not say."""
+    devices: Sequence[str]
+    """As in DeviceView of devices/choice.py, which takes an offer, too."""
     transport: str
     """The fastest transport of this rank, or the one that the user asks for."""
     is_asked: bool
+    numbers: Sequence[str] = field(default_factory=list)
+    """As in DeviceView."""
 
 
 def agreed_transport(offers: Sequence[Offer], rank: int) -> str:
@@ -75,94 +79,26 @@ def agreed_transport(offers: Sequence[Offer], rank: int) -> str:
         said = "; ".join(f"{name} on {', '.join(_hosts(offers, name))}" for name in transports)
         logger.warning("All ranks use %s, because their fastest transports differ: %s.", transport, said)
     if needs_gpus(transport):
-        check_devices(offers, transport)
-        confined = confined_hosts(offers)
-        if confined and rank == 0:
-            logger.warning(NO_NVLINK, ", ".join(map(_shown, confined)))
+        needed("devices").check_devices(offers, transport)
+        if rank == 0:
+            needed("devices").warn_of_confined_hosts(offers)
     return transport
 
 
-def check_devices(offers: Sequence[DeviceView], transport: str) -> None:
-    """Raise ConfigurationError if `transport` needs a device for each process, and some have none, or share one."""
-    chosen = choose_devices(offers)
-    for other, index in enumerate(chosen):
-        if index is None:
-            raise ConfigurationError(
-                f"`transport` is {transport!r}, but rank {other} on {_shown(offers[other].host)} sees no GPU. "
-                "Choose gloo, or leave its host out."
-            )
-    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0":
-        return  # NCCL 2.30 and later lets processes share a device; older releases raise
-    for host, ranks, devices in shared_devices(offers, chosen):
-        raise ConfigurationError(
-            f"`transport` is {transport!r}, which needs a GPU for each process, but the {ranks} processes on "
-            f"{_shown(host)} share {devices}. Start fewer processes there, or set DUALDIST_TRANSPORT=gloo to let them "
-            "share."
-        )
-    slices = Counter(offer.host for offer in offers if offer.devices[0].startswith("MIG-"))
-    for host, ranks in slices.items():
-        if ranks > 1:  # NVIDIA/nccl#1716
-            raise ConfigurationError(
-                f"`transport` must be gloo for MIG slices of a host, but is {transport!r} instead for {ranks} "
-                f"processes on {_shown(host)}. Set DUALDIST_TRANSPORT=gloo."
-            )
-
-
 def _hosts(offers: Sequence[Offer], transport: str) -> list[str]:
-    return sorted({_shown(offer.host) for offer in offers if offer.transport == transport})
+    return sorted({shown_host(offer.host) for offer in offers if offer.transport == transport})
 
 
-def _shown(host: str) -> str:
-    """Return the host's own name from that of `own_node`."""
-    return host.rpartition("-")[0] or host
-
-
-# The device of this process, and the transport that torch has for it.
-
-_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-
-
-def error_handling(device: torch.device | None, env: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables with which NCCL's watchdog aborts its communicators without ending the process.
-
-    2 is `CleanUpOnly` in ProcessGroupNCCL.hpp. The calls of this package then raise, and elastic training can continue
-    in the process. A variable that the user has set stays.
-    """
-    return {} if device is None or env.get(_ERROR_HANDLING) else {_ERROR_HANDLING: "2"}
-
-
-def device_transport() -> str | None:
-    """Return the transport that torch has for this machine's accelerator; None without either."""
-    kind = accelerator.kind()
-    transport = dist.Backend.default_device_backend_map.get(kind) if kind else None
-    is_usable = transport is not None and needs_gpus(transport) and dist.is_backend_available(transport)
-    return transport if is_usable else None
-
-
-def bind_device(transport: str, views: Sequence[DeviceView], rank: int) -> torch.device | None:
-    """Choose this rank's device, and make it the current one. None if `transport` needs no devices."""
-    index = choose_devices(views)[rank] if needs_gpus(transport) else None
-    if index is None:
-        return None
-    device = torch.device(str(accelerator.kind()), index)
-    accelerator.bind(device)
-    return device
+def _offer(local_rank: int | None, transport: str, *, is_asked: bool) -> Offer:
+    devices, seen = extension("devices"), ((), ())
+    if devices is not None:
+        seen = devices.visible(by_uuid=needs_gpus(transport)), devices.visible()
+    return Offer(own_node(), local_rank, seen[0], transport, is_asked, seen[1])
 
 
 def adopted_transport(config: Mapping[str, str]) -> str:
     """Return the transport that carries the tensors of this machine's accelerator; without one, of the CPU."""
     return transport_named(config.get(accelerator.kind() or "cpu", config["cpu"]))
-
-
-def adopted_device(transport: str) -> torch.device | None:
-    """Return the device to which the adopted group is bound, else the one that the program has chosen.
-
-    None if it needs no devices, or if the program has not used any.
-    """
-    if not needs_gpus(transport):
-        return None
-    bound: torch.device | None = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
-    return bound or accelerator.current_device()
 
 
 class TorchBackend(Backend):
@@ -189,16 +125,9 @@ class TorchBackend(Backend):
         self._settings = settings
         self._timeout = timedelta(seconds=settings.start_timeout_seconds)
         self._adopted = adopted
-        self._default_group = DefaultGroup()
-        self._groups = TorchGroups(
-            self.rank,
-            config,
-            device,
-            shared.addresses.nodes,
-            shared.store,
-            self._timeout,
-            settings.env,
-        )
+        self._default_group = new_default_group(device)
+        others = shared.addresses.nodes, shared.store, self._timeout, settings.env
+        self._groups = new_torch_groups(self.rank, config, device, *others)
         self._meeting = meeting
         self._on_shutdown = contextlib.ExitStack()
         """What `shutdown` undoes."""
@@ -216,15 +145,15 @@ class TorchBackend(Backend):
         if transport is not None:
             cls.check(transport, launch)
         mpi = "mpi" if launch.starts_mpi and extension("mpi") is not None else _FALLBACK
-        chosen = transport or device_transport() or mpi
+        devices = extension("devices")
+        chosen = transport or (devices and devices.device_transport()) or mpi
         if chosen == "mpi":
             mpi_transport = needed("mpi_transport")
             if transport is not None:
                 mpi_transport.require(launch)
             elif not mpi_transport.start(launch):
                 chosen = _FALLBACK
-        views, numbers = accelerator.visible(by_uuid=needs_gpus(chosen)), accelerator.visible()
-        offer = Offer(own_node(), launch.local_rank, views, chosen, transport is not None, numbers=numbers)
+        offer = _offer(launch.local_rank, chosen, is_asked=transport is not None)
         seconds = settings.start_timeout_seconds
         with contextlib.ExitStack() as undo, wrapped():
             meeting = meet(launch, env, seconds)
@@ -233,8 +162,10 @@ class TorchBackend(Backend):
             undo.callback(shared.listener.close)
             offers = [Offer(**found) for found in shared.messages]
             chosen = agreed_transport(offers, launch.rank)
-            device, config = bind_device(chosen, offers, launch.rank), config_of(chosen)
-            variables = gloo_interface(shared.addresses.own, env) | error_handling(device, env)
+            device, config, variables = None, config_of(chosen), gloo_interface(shared.addresses.own, env)
+            if needs_gpus(chosen):
+                device = needed("devices").bind_device(chosen, offers, launch.rank)
+                variables |= needed("devices").error_handling(device, env)
             undo.enter_context(temporary_environment(variables))
             if "gloo" in config.values():
                 allow_open_files(launch.size)
@@ -256,19 +187,18 @@ class TorchBackend(Backend):
         place = (dist.get_rank(), dist.get_world_size())
         board = StoreBoard(Launch("torch", *place), env, dist.distributed_c10d._get_default_store())
         seconds = settings.start_timeout_seconds
-        device = adopted_device(transport)
-        views = accelerator.visible(by_uuid=needs_gpus(transport))
-        offer = Offer(own_node(), None, views, transport, is_asked=False)
+        device = needed("devices").adopted_device() if needs_gpus(transport) else None
+        offer = _offer(None, transport, is_asked=False)
         with contextlib.ExitStack() as undo:
             meeting = Meeting(board, *place, seconds)
             undo.callback(meeting.close, started=False)
             shared = open_store(meeting, env, seconds, asdict(offer))
             undo.callback(shared.listener.close)
-            if needs_gpus(transport) and device is None:
+            if needs_gpus(transport):
                 offers = [Offer(**found) for found in shared.messages]
-                device = bind_device(transport, offers, dist.get_rank())
-            # For the groups that the adopted world makes from now on.
-            undo.enter_context(temporary_environment(error_handling(device, env)))
+                device = device or needed("devices").bind_device(transport, offers, dist.get_rank())
+                # For the groups that the adopted world makes from now on.
+                undo.enter_context(temporary_environment(needed("devices").error_handling(device, env)))
             adopted = cls(transport, config, device, shared, settings, meeting, adopted=True)
             adopted._on_shutdown.push(undo.pop_all())
         return adopted
@@ -276,7 +206,7 @@ class TorchBackend(Backend):
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:
         family = transport_named(transport)
-        if needs_gpus(family) and device_transport() != family:
+        if needs_gpus(family) and needed("devices").device_transport() != family:
             built = (
                 "" if dist.is_backend_available(transport) else f", since torch is built without {transport}"
             )
@@ -307,7 +237,8 @@ class TorchBackend(Backend):
         return self.start_step(make)
 
     def new_device_group(self, ranks: Sequence[int]) -> Group:
-        return self.start_step(lambda: self._groups.make_for_device(ranks))
+        groups: Any = self._groups  # those of devices/groups.py, as the transport is bound to a device
+        return self.start_step(lambda: groups.make_for_device(ranks))  # type: ignore[no-any-return]
 
     def start_step(self, step: Callable[[], T]) -> T:
         def run() -> T:
@@ -341,7 +272,7 @@ class TorchBackend(Backend):
             return
         # NCCL has threads that wait in a store. Otherwise one connection is enough, and each takes time.
         store = self.store if self.device is None else connect_again(self.store)
-        place = self.rank, self.size, self._timeout, self.device
+        place = self.rank, self.size, self._timeout
         self.start_step(lambda: self._default_group.open(self._config, store, *place))
 
     def abort_default_group(self) -> None:
@@ -351,7 +282,7 @@ class TorchBackend(Backend):
         with self._on_shutdown:
             if self._adopted:
                 self._groups.close()
-            self._default_group.close()
+            self._default_group.close(self._groups)
 
     def abandon(self) -> None:
         super().abandon()

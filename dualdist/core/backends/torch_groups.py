@@ -1,19 +1,14 @@
-"""The groups of a world on torch.distributed: how each is made, and what it does when the other ranks fail."""
+"""The groups of a world on torch.distributed, and torch's default group.
+
+On the CPU, members make a group of gloo or MPI without the other ranks. devices/groups.py has those that
+torch.distributed makes.
+"""
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import functools
-import hashlib
-import inspect
 import secrets
-import threading
-import time
-import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +19,10 @@ import torch.distributed.nn.functional
 
 from ...errors import ConfigurationError, HorovodInternalError, StallError
 from .. import accelerator
-from ..executor import CHECK_SECONDS, Patience, in_thread
+from ..executor import CHECK_SECONDS, Patience
 from ..extensions import extension, needed
 from ..meeting.addresses import INTERFACE, check_interfaces, interface_of
 from ..meeting.server import SPARE_FILES, raise_file_limit
-from ..process_exit import never_delete, skip_destructors_at_exit
 from ..types import TORCH_OP_NAMES
 from . import needs_gpus
 from .base import Exchange, Group, Work
@@ -42,10 +36,6 @@ _REDUCE_OPS: list[Any] = [name and getattr(dist.ReduceOp, name) for name in TORC
 _CHECK_INTERVAL = timedelta(seconds=CHECK_SECONDS)
 _RING_SIZE = 8
 """Up to this size, Gloo's allgather takes fewer steps (size - 1) than a gather and a broadcast (1 + log2(size))."""
-_ABORT_SECONDS = 30.0
-"""How long to wait for the end of NCCL's kernels after a failure."""
-# Before torch 2.6, destroying a group ended its kernels too.
-abort_process_group = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
 
 
 @contextlib.contextmanager
@@ -78,16 +68,6 @@ _CPU = "gloo"
 """What carries tensors on the CPU beside a transport for accelerators."""
 _MPI = "mpi4py"
 """Our backend over MPI: torch has one called mpi, which only a torch that was built with MPI can use."""
-_MARGIN = timedelta(seconds=30)
-
-
-def transport_timeout(timeout: timedelta, device: torch.device | None) -> timedelta:
-    """Return the timeout of the process groups, if dualdist reports a stall after `timeout`.
-
-    NCCL's watchdog ends the process at its timeout (ProcessGroupNCCL.cpp, `SkipCleanUp`), and its time begins earlier.
-    The margin lets the ranks report the stall before. device: to which the transport is bound.
-    """
-    return timeout if device is None else timeout + _MARGIN
 
 
 def config_of(transport: str) -> dict[str, str]:
@@ -150,34 +130,18 @@ class TorchGroup(Group):
         rank: int,
         process_group: Any,
         carried: frozenset[str],
-        device: torch.device | None,
     ) -> None:
         super().__init__(ranks, rank)
         self._pg = process_group
         self._carried = carried
-        self._device = device
-        """The device to which the transport is bound."""
-        self.keeps_last = False
-        """Whether `unfinished` is used. The last collective keeps its tensors."""
-        self._last: dist.Work | None = None
-
-    @property
-    def is_aborted(self) -> bool:
-        """Whether the abort of the process group has begun."""
-        return self._pg in _aborts
 
     @property
     def _open(self) -> Any:
-        """The process group. Raises HorovodInternalError after `abort`: NCCL must get no collective meanwhile."""
-        if self.is_aborted:
-            raise HorovodInternalError("this rank has given up its collectives")
+        """The process group."""
         return self._pg
 
     def wire_device(self, device: torch.device) -> torch.device:
-        if device.type not in self._carried:
-            return torch.device("cpu")
-        # NCCL refuses tensors on another GPU than its own, as of a model on two of them.
-        return self._device if self._device is not None and device.type == self._device.type else device
+        return device if device.type in self._carried else torch.device("cpu")
 
     def _started(self, work: dist.Work, tensor: torch.Tensor) -> Work:
         if self.keeps_last:
@@ -230,80 +194,27 @@ class TorchGroup(Group):
         return [row.numpy().tobytes() for row in received]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        if self._pg is None:
-            return
-        timeout = transport_timeout(timeout, self._device)
-        # Older releases of torch have only the private functions, newer ones warn of them.
-        setter = getattr(self._pg, "set_timeout", None) or getattr(self._pg, "_set_default_timeout", None)
-        if setter is not None:
-            setter(timeout)
-        else:
-            dist.distributed_c10d._set_pg_timeout(timeout, self._pg)
-
-    def unfinished(self) -> object:
-        last = self._last
-        with contextlib.suppress(RuntimeError):  # it has failed
-            return None if last is None or last.is_completed() else last
-        return None
-
-    def abort(self) -> None:
-        """Begin to end the kernels of NCCL, which otherwise wait for a dead peer until the timeout.
-
-        In a thread: NCCL may wait until the kernel of another communicator ends, which is aborted next
-        (https://github.com/pytorch/pytorch/issues/119797).
-        """
-        if self._pg is not None and self._device is not None:
-            _abort_once(self._pg, functools.partial(_abort_device_part, self._pg, self._device))
+        if self._pg is not None:
+            set_group_timeout(self._pg, timeout)
 
     def close(self) -> None:
         process_group, self._pg = self._pg, None
-        if process_group is None or not dist.is_initialized():
-            return
-        if process_group not in _aborts:
+        if process_group is not None and dist.is_initialized():
             dist.destroy_process_group(process_group)  # it waits for the collectives of the group
-        elif _aborts_end([process_group]):
-            abort_process_group(process_group)
-        else:
-            never_delete(process_group)
-            skip_destructors_at_exit()
-
 
 _aborts: weakref.WeakKeyDictionary[Any, tuple[Future[None], float]] = weakref.WeakKeyDictionary()
 """The aborts of process groups that have begun, and until when to wait for each.
 
-Two of one group at the same time may free the same memory in NCCL.
-"""
-_beginning_abort = threading.Lock()
-
-
-def _abort_once(process_group: Any, step: Callable[[], None]) -> None:
-    """Begin `step`, which aborts a process group, unless its abort has begun."""
-    end = time.monotonic() + _ABORT_SECONDS
-    with _beginning_abort:
-        if process_group in _aborts:
-            return
-        try:
-            _aborts[process_group] = in_thread(step), end
-        except RuntimeError:  # the interpreter ends
-            ended = Future[None]()
-            _aborts[process_group] = ended, end
-            step()
-            ended.set_result(None)
-
-
-def _aborts_end(process_groups: Iterable[Any]) -> bool:
-    """Wait for the aborts of groups, 30 s after the start of each at most. Return whether all that began have ended."""
-    found = [_aborts[group] for group in process_groups if group in _aborts]
-    return all(
-        concurrent.futures.wait([abort], max(0.0, end - time.monotonic())).done for abort, end in found
+def set_group_timeout(process_group: Any, timeout: timedelta) -> None:
+    """Set the timeout of later collectives of a process group. Local."""
+    # Older releases of torch have only the private functions, newer ones warn of them.
+    setter = getattr(process_group, "set_timeout", None) or getattr(
+        process_group, "_set_default_timeout", None
     )
-
-
-def _abort_device_part(process_group: Any, device: torch.device) -> None:
-    accelerator.bind(device)  # each thread has a current device of its own
-    with contextlib.suppress(RuntimeError):  # its watchdog may have aborted it
-        backend = process_group._get_backend(device)
-        (backend.abort if hasattr(backend, "abort") else backend._shutdown)()  # before torch 2.6
+    if setter is not None:
+        setter(timeout)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, process_group)
 
 
 # Process groups that their members make without the other ranks, and without torch.distributed's list of groups.
@@ -332,7 +243,7 @@ class DirectGroup(TorchGroup):
                 if kind == "gloo"
                 else _mpi_group(own_store, name, place, len(ranks), timeout)
             )
-        super().__init__(ranks, rank, own, frozenset({"cpu"}), None)
+        super().__init__(ranks, rank, own, frozenset({"cpu"}))
 
     def close(self) -> None:
         pg, self._pg = self._pg, None
@@ -385,83 +296,41 @@ class DefaultGroup:
         self._own: dist.ProcessGroup | None = None
         self._device: torch.device | None = None
         self._store: dist.Store | None = None
-        self.group: TorchGroup | None = None
-        """The same as one of dualdist's."""
 
     def open(
-        self,
-        config: Mapping[str, str],
-        store: dist.Store,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        device: torch.device | None = None,
+        self, config: Mapping[str, str], store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> None:
-        """Make the group, unless there is one. Collective. config, device: as for TorchGroups."""
-        if dist.is_initialized():
-            return
-        dist.init_process_group(
-            _config_text(config),
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=transport_timeout(timeout, device),
-            device_id=device,
-        )
-        self._own, self._device, self._store = dist.group.WORLD, device, store
-        self.group = TorchGroup(range(size), rank, self._own, frozenset(), device)
+        """Make the group, unless there is one. Collective. config: as for TorchGroups."""
+        if not dist.is_initialized():
+            place: Any = {"store": store, "rank": rank, "world_size": size}
+            dist.init_process_group(config_text(config), **place, **self._options(timeout))
+            self._own, self._store = dist.group.WORLD, store
+
+    def _options(self, timeout: timedelta) -> dict[str, Any]:
+        return {"timeout": timeout}
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeouts of the group's store, and of its later collectives. Local."""
-        if self._store is not None and self.group is not None:
+        if self._store is not None:
             self._store.set_timeout(timeout)
-            self.group.set_timeout(timeout)
+            set_group_timeout(self._own, self._options(timeout)["timeout"])
 
     def abort(self) -> None:
-        """Begin to end what is in progress on a device, also in groups that the program has made. Local."""
-        device = self._device
-        if self.group is None or device is None:
-            return
-        for one in list(dist.distributed_c10d._world.pg_map):
-            if device.type in carried_types(adopted_config(one)):
-                _abort_once(one, functools.partial(_abort_device_part, one, device))
+        """Begin to end what is in progress on a device. Local."""
 
-    def close(self) -> None:
-        """Destroy all groups, unless the program has done it. Local. It waits for their collectives, or aborts them."""
-        group, own = self.group, self._own
-        self._own = self._store = self.group = None
-        if own is None or group is None or not dist.is_initialized() or own is not dist.group.WORLD:
-            return
-        groups = list(dist.distributed_c10d._world.pg_map)
-        if not _aborts_end(groups):
-            keep_process_groups()
-        elif any(one in _aborts for one in groups):
-            abort_process_group()
-        else:
-            dist.destroy_process_group()
+    def close(self, groups: TorchGroups | None = None) -> None:
+        """Destroy the group, unless the program has done it. Local. groups: the others of this world."""
+        own, self._own, self._store = self._own, None, None
+        if own is not None and dist.is_initialized() and own is dist.group.WORLD:
+            self._destroy(own, groups)
+
+    def _destroy(self, own: dist.ProcessGroup, groups: TorchGroups | None) -> None:
+        dist.destroy_process_group()  # this waits for all groups
 
 
-def abort_process_groups() -> None:
-    """Let what programs have in progress in groups of torch.distributed raise, before they leave the world. Local.
-
-    With Gloo it ends when another rank closes its connections, by `shutdown` or at its end. Waits at most 30 s.
-    """
-    groups = [
-        group for group in dist.distributed_c10d._world.pg_map if hasattr(group, "abort")
-    ]  # since torch 2.7
-    for group in groups:
-        _abort_once(group, group.abort)
-    _aborts_end(groups)
-
-
-def keep_process_groups() -> None:
-    """Never delete the groups of torch.distributed, because a thread still waits for a collective. Local.
-
-    Gloo's destructor waits for it. When it fails later, its thread must not find a process that ends.
-    """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        never_delete(group)
-    skip_destructors_at_exit()
+def new_default_group(device: torch.device | None) -> DefaultGroup:
+    """Return one that is not open yet. device: to which the transport is bound."""
+    return DefaultGroup() if device is None else needed("device_groups").DefaultGroup(device)
 
 
 # The limit of open files, which a large world needs to be higher than usual systems set it.
@@ -485,16 +354,8 @@ def allow_open_files(size: int) -> None:
 
 # All groups of a world.
 
-_members_groups_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-"""For each default group of torch: how many groups were made in its world among the members alone, by their ranks.
 
-Processes may join a world that have been in other worlds before, and in different ones.
-"""
-_hash_ranks = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
-"""Names a group that only its members make. None in torch 2.4, which hashes the ranks alone."""
-
-
-def _config_text(config: Mapping[str, str]) -> str:
+def config_text(config: Mapping[str, str]) -> str:
     """Return `config` as torch's argument `backend`."""
     return (
         config["cpu"]
@@ -522,72 +383,27 @@ class TorchGroups:
         """
         self._rank, self._config, self._device, self._nodes = rank, config, device, nodes
         self._store, self._timeout, self._env = store, timeout, env
-        self._is_direct = [*config] == ["cpu"] and config["cpu"] in _DIRECT_KINDS
         self._groups: list[Group] = []
 
     def make(
         self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool = False
     ) -> list[Group]:
         """Return what `Backend.new_groups` does."""
-        made: list[Group]
         if self._rank in ranks:
             raise_file_limit(count * len(ranks))  # Gloo connects all members
-        if not self._is_direct:
-            make = self._make_members_group if among_members else self._make_group
-            made = [make(ranks) for _ in range(count)]
-        elif self._rank not in ranks:
-            made = [self._group(ranks, None) for _ in range(count)]
-        elif (share_host := extension("shared_memory")) is None:
-            made = connected(ranks, exchange, count, self._connect)[1]
-        else:  # without torch's default group, and on one host also without connections
-            place, seconds = (self._rank, self._nodes), self._timeout.total_seconds()
-            made = share_host(ranks, *place, exchange, seconds, count, self._connect, self._env)
+        made = self._made(ranks, count, exchange, among_members)
         self._groups += made
         return made
 
-    def make_for_device(self, ranks: Sequence[int]) -> Group:
-        """Return a group over `ranks`, for tensors on the device alone. Collective over `ranks` alone."""
-        made = self._make_members_group(ranks, without=("cpu",))
-        made.keeps_last = True
-        self._groups.append(made)
+    def _made(self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool) -> list[Group]:
+        if self._rank not in ranks:
+            return [TorchGroup(ranks, self._rank, None, carried_types(self._config)) for _ in range(count)]
+        if (share_host := extension("shared_memory")) is None:
+            return connected(ranks, exchange, count, self._connect)[1]
+        # Without torch's default group, and on one host also without connections.
+        place, seconds = (self._rank, self._nodes), self._timeout.total_seconds()
+        made: list[Group] = share_host(ranks, *place, exchange, seconds, count, self._connect, self._env)
         return made
-
-    def _make_group(self, ranks: Sequence[int], without: Collection[str] = (), **options: Any) -> TorchGroup:
-        """without: types of devices whose tensors it need not carry."""
-        with wrapped():
-            process_group = dist.new_group(
-                list(ranks),
-                backend=_config_text({kind: self._config[kind] for kind in self._config.keys() - without}),
-                timeout=transport_timeout(self._timeout, self._device),
-                **options,
-            )
-        return self._group(ranks, process_group if self._rank in ranks else None)
-
-    def _make_members_group(self, ranks: Sequence[int], without: Collection[str] = ()) -> TorchGroup:
-        c10d: Any = dist.distributed_c10d
-        torch_world, key = c10d._world, tuple(ranks)
-        world: Any = dist.group.WORLD
-        before, bound = torch_world.group_count, world.bound_device_id
-        made = _members_groups_made.setdefault(world, Counter())
-        made[key] += 1
-        name = hashlib.sha1(f"{key} {made[key]}".encode(), usedforsecurity=False).hexdigest()
-        # torch 2.4 has no such argument: it connects at the first collective.
-        takes_device = "device_id" in inspect.signature(dist.new_group).parameters
-        options = {"device_id": bound} if takes_device else {}
-        try:
-            c10d._hash_ranks_to_str = lambda _: name
-            # From a default group that is bound to a device, NCCL would split the communicator, which needs all ranks.
-            world.bound_device_id = None
-            return self._make_group(ranks, without, use_local_synchronization=True, **options)
-        finally:
-            world.bound_device_id = bound
-            c10d._hash_ranks_to_str = _hash_ranks
-            # torch counts the groups of a process, and names others by it. Other ranks do not count this one.
-            if dist.group.WORLD is world:  # a thread that was abandoned may come here in the next world
-                torch_world.group_count = before
-
-    def _group(self, ranks: Sequence[int], process_group: Any) -> TorchGroup:
-        return TorchGroup(ranks, self._rank, process_group, carried_types(self._config), self._device)
 
     def _connect(self, name: str, ranks: Sequence[int]) -> Group:
         """Return a group over `ranks`, for tensors on the CPU. Collective over `ranks` alone."""
@@ -610,3 +426,12 @@ class TorchGroups:
         """In a forked process, close its copies of the sockets. Local."""
         for group in self._groups:
             group.abandon()
+
+
+def new_torch_groups(
+    rank: int, config: Mapping[str, str], device: torch.device | None, *others: Any
+) -> TorchGroups:
+    """Return the groups of a world, none yet. The arguments are those of TorchGroups."""
+    is_direct = [*config] == ["cpu"] and config["cpu"] in _DIRECT_KINDS
+    kind = TorchGroups if is_direct else needed("device_groups").DeviceGroups
+    return kind(rank, config, device, *others)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .. import accelerator
 from ..collectives.reduction import scale_
+from ..extensions import extension
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,8 @@ class TrackedParameter:
         self.dtype: torch.dtype = getattr(tensor, "grad_dtype", None) or tensor.dtype
         """Of the gradient. Newer releases of torch allow another one than the parameter's."""
         self.is_on_cpu = self.device.type == "cpu"
-        self.streams = accelerator.stream_order(self.device)
+        streams = None if self.is_on_cpu else extension("streams")
+        self.streams = streams and streams.stream_order(self.device)
         dtype = torch.uint8 if tensor.is_quantized else self.dtype  # those have no gradient
         self.like = as_real(torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta"))
         """A gradient without memory, with complex numbers as pairs."""
@@ -304,8 +305,8 @@ class BucketMemory:
         """Whether `set_early` has made all of them the gradients, and nothing can have changed since."""
         self._has_pairs = any(param.dtype.is_complex for param in params)
         self._uses = self._count_uses()
-        self._host: torch.Tensor | None = None
-        """What `on_host` has returned."""
+        self.host: torch.Tensor | None = None
+        """Memory of the host for what is sent of this memory, see devices/through_host.py."""
 
     def _count_uses(self) -> int:
         """Return how many tensors use this storage and how many references there are to it in Python."""
@@ -410,13 +411,6 @@ class BucketMemory:
             (NOTHING if grad is None else SPARSE if grad.is_sparse else DENSE) | new * NEW | part
             for new, part, grad in zip(is_new, unreached or [0] * len(grads), grads, strict=True)
         )
-
-    def on_host(self, sent: torch.Tensor) -> torch.Tensor:
-        """Return memory of the host for a copy of `sent`, which is what is sent of this memory; each time the same."""
-        held = self._host
-        if held is None or (held.shape, held.dtype) != (sent.shape, sent.dtype):
-            self._host = held = accelerator.host_memory(len(sent), sent.dtype, sent.device)
-        return held
 
     def fill(self, combined: torch.Tensor) -> None:
         """Copy what the ranks have combined, (n,) of any dtype and device, unless it is this memory."""

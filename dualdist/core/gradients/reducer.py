@@ -75,7 +75,6 @@ from typing import Any, Literal
 import torch
 
 from ...errors import CollectiveMismatchError, HorovodInternalError
-from .. import accelerator
 from ..agreement.call import Call, Data, Kind, call_site, no_data
 from ..agreement.channel import Channel
 from ..agreement.guard import OutOfStepError, in_turn
@@ -340,10 +339,7 @@ class Reducer:
         is_new = are_reached if self.reduced and not empty else None
         memory = self.layout.memory_of(place, grads, is_new, in_place=can_set_early)
         if (streams := bucket.params[0].streams) is not None:
-            streams.follow()
-            if streams.is_mixed and (stream := accelerator.current_stream(memory.flat.device)) is not None:
-                for tensor in (memory.flat, *(grad for grad in grads if grad is not None)):
-                    accelerator.keep_until_done(tensor, stream)
+            streams.follow([memory.flat, *(grad for grad in grads if grad is not None)])
         kinds = memory.pack(grads, is_new, unreached, self.given)
         self._kinds += kinds
         self._buckets_sent += 1
@@ -381,19 +377,19 @@ class Reducer:
 
         memory: keeps the memory for a copy on the host. None: the group can send from the device of `sent`.
         """
-        group, host = channel.gradients, None
+        group = channel.gradients
         device, dtype = group.wire_device(sent.device), reduction_dtype(sent.dtype, group)
         if memory is not None and device != sent.device and device.type == "cpu":
             channel.through_host = channel.through_host or needed("through_host")(group)
-            wire = sent.to(dtype)
-            host = memory.on_host(wire)
+            device = sent.device
         else:
-            wire = sent.to(device, dtype)
+            memory = None
+        wire = sent.to(device, dtype)
         scale_(wire, self.options.reduction.prescale_factor)
         try:
-            if host is None and not (channel.through_host and channel.through_host.waiting):
+            if memory is None and not (channel.through_host and channel.through_host.waiting):
                 return wire, group.allreduce_(wire, Sum, tag)
-            return wire, channel.through_host.allreduce_(wire, Sum, tag, host)
+            return wire, channel.through_host.allreduce_(wire, Sum, tag, memory)
         except HorovodInternalError as error:
             return wire, FailedWork(error)
 
@@ -648,7 +644,8 @@ class Reducer:
         for index, dense_part in sorted(sparse.items()):
             own, param = self._contribution(index) if keep else None, self.layout.params[index].tensor
             factor = self._correction(channel) / divided_by
-            combined = needed("sparse_gradients")(group, own, param, dense_part, factor)
+            parts = own, param, dense_part if keep else None
+            combined = needed("sparse_gradients")(group, *parts, factor)
             if keep:
                 param.grad = combined
         if keep:

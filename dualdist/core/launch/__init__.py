@@ -6,8 +6,7 @@ A row in launchers.py describes a launcher, and detect.py reads the environment 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from ..types import Launch, World
 from .detect import detect as detect
@@ -18,7 +17,7 @@ from .launchers import LAUNCHERS as LAUNCHERS
 from .launchers import SPAWN as SPAWN
 from .launchers import Launcher as Launcher
 
-# Where the ranks run: Horovod's six numbers of each rank, and the device of each rank.
+# Where the ranks run: Horovod's six numbers of each rank.
 
 Place = tuple[str, int | None]
 """(host name, local rank from the launcher or None)."""
@@ -65,68 +64,3 @@ def topology(places: Sequence[Place]) -> list[World]:
         )
         for rank in range(len(places))
     ]
-
-
-# The device of each rank, chosen from where all ranks run and which devices each of them sees.
-
-
-@dataclass(frozen=True)
-class DeviceView:
-    """Where a rank runs, and the devices that it sees."""
-
-    host: str
-    local_rank: int | None
-    """From the launcher; None if it does not say."""
-    devices: Sequence[str]
-    """A name for each device, in torch's order. The ranks of a host use the same name for a device."""
-    numbers: Sequence[str] = field(default_factory=list, kw_only=True)
-    """What this process calls the devices. Processes that cgroups confine to one device each call theirs "0"."""
-
-
-def choose_devices(views: Sequence[DeviceView]) -> list[int | None]:
-    """Return the index of each rank's device among those that it sees; None for a rank that sees no device.
-
-    Ranks of a host that see the same devices take the index that is their local rank, if these differ, else their place
-    among these ranks. If there are more ranks than devices, several ranks share a device.
-    """
-    groups: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
-    for rank, view in enumerate(views):
-        groups[view.host, tuple(view.devices)].append(rank)
-    chosen: list[int | None] = [None] * len(views)
-    for (_, devices), ranks in groups.items():
-        local_ranks = [views[rank].local_rank for rank in ranks]
-        are_indices = len(set(local_ranks)) == len(ranks) and all(
-            number is not None and number < len(devices) for number in local_ranks
-        )
-        for place, rank in enumerate(ranks):
-            if devices:
-                chosen[rank] = local_ranks[place] if are_indices else place % len(devices)
-    return chosen
-
-
-def shared_devices(
-    views: Sequence[DeviceView], chosen: Sequence[int | None]
-) -> Iterator[tuple[str, int, int]]:
-    """Yield (host, number of its ranks, number of their devices) for hosts where ranks share a device."""
-    used: dict[str, list[str]] = defaultdict(list)
-    for view, index in zip(views, chosen, strict=True):
-        if index is not None:
-            used[view.host].append(view.devices[index])
-    for host, devices in used.items():
-        if len(set(devices)) < len(devices):
-            yield host, len(devices), len(set(devices))
-
-
-NO_NVLINK = (
-    "Each process on %s sees only a part of the GPUs. NCCL then finds no NVLink between them, and sends much more "
-    "slowly. Use `srun --ntasks-per-node=N --gpus-per-node=N --gpu-bind=none` in place of --gpus-per-task."
-)
-"""NVIDIA/nccl#1066: NCCL needs to see all GPUs of a host."""
-
-
-def confined_hosts(views: Sequence[DeviceView]) -> list[str]:
-    """Return the hosts where processes see different devices under the same numbers, as `srun --gpus-per-task` does."""
-    seen: dict[tuple[str, tuple[str, ...]], set[tuple[str, ...]]] = defaultdict(set)
-    for view in views:
-        seen[view.host, tuple(view.numbers)].add(tuple(view.devices))
-    return sorted({host for (host, numbers), devices in seen.items() if numbers and len(devices) > 1})

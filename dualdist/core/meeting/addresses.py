@@ -107,6 +107,11 @@ def own_node() -> str:
     return f"{socket.gethostname()[:100]}-{hashlib.sha256(f'{boot}{network}'.encode()).hexdigest()[:8]}"
 
 
+def shown_host(node: str) -> str:
+    """Return the host's own name from that of `own_node`."""
+    return node.rpartition("-")[0] or node
+
+
 _CONNECT_SECONDS = 3.0
 
 

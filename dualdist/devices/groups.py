@@ -1,0 +1,268 @@
+"""The groups of torch.distributed with which devices exchange tensors, and what ends them after a failure.
+
+A group whose members alone make it has a name of theirs, since torch.distributed counts groups: it would name it after
+the number of groups that the process has made, or is in, and these numbers may differ.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import hashlib
+import inspect
+import math
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core import accelerator
+from ..core.backends import torch_groups
+from ..core.backends.base import Exchange, Group
+from ..core.backends.torch_groups import TorchGroup, TorchGroups, carried_types, config_text, wrapped
+from ..core.executor import in_thread
+from ..core.process_exit import never_delete, skip_destructors_at_exit
+from ..errors import HorovodInternalError
+
+_MARGIN = timedelta(seconds=30)
+_ABORT_SECONDS = 30.0
+"""How long to wait for the end of NCCL's kernels after a failure."""
+# Before torch 2.6, destroying a group ended its kernels too.
+abort_process_group = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+
+
+def transport_timeout(timeout: timedelta, device: torch.device | None) -> timedelta:
+    """Return the timeout of the process groups, if dualdist reports a stall after `timeout`.
+
+    NCCL's watchdog ends the process at its timeout (ProcessGroupNCCL.cpp, `SkipCleanUp`), and its time begins earlier.
+    The margin lets the ranks report the stall before. device: to which the transport is bound.
+    """
+    return timeout if device is None else timeout + _MARGIN
+
+
+class DeviceGroup(TorchGroup):
+    """A group that torch.distributed has made."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        process_group: Any,
+        carried: frozenset[str],
+        device: torch.device | None,
+    ) -> None:
+        super().__init__(ranks, rank, process_group, carried)
+        self._device = device
+        """The device to which the transport is bound."""
+        self._abort: Future[None] | None = None
+        self._abort_end = math.inf
+        """When to stop waiting for `_abort`."""
+        self.is_stuck = False
+        """Whether `_abort` did not end in time."""
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether `abort` was called."""
+        return self._abort is not None
+
+    @property
+    def _open(self) -> Any:
+        """The process group. Raises HorovodInternalError after `abort`: NCCL must get no collective meanwhile."""
+        if self.is_aborted:
+            raise HorovodInternalError("this rank has given up its collectives")
+        return self._pg
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        # NCCL refuses tensors on another GPU than its own, as of a model on two of them.
+        is_own_kind = self._device is not None and device.type == self._device.type
+        return self._device if is_own_kind and device.type in self._carried else super().wire_device(device)  # type: ignore[return-value]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(transport_timeout(timeout, self._device))
+
+    def abort(self) -> None:
+        """Begin to end the kernels of NCCL, which otherwise wait for a dead peer until the timeout.
+
+        In a thread: NCCL may wait until the kernel of another communicator ends, which is aborted next
+        (https://github.com/pytorch/pytorch/issues/119797).
+        """
+        if self._pg is None or self._device is None or self.is_aborted:
+            return
+        self._abort_end = time.monotonic() + _ABORT_SECONDS
+        self._abort = _abort_once(self._pg, functools.partial(_abort_device_part, self._pg, self._device))
+
+    def close(self) -> None:
+        process_group = self._pg
+        if self._abort is None or process_group is None or not dist.is_initialized():
+            super().close()
+            return
+        self._pg = None
+        if self.abort_ends():
+            abort_process_group(process_group)
+        else:
+            self.is_stuck = True
+            never_delete(process_group)
+            skip_destructors_at_exit()
+
+    def abort_ends(self) -> bool:
+        """Wait for the end of `abort`, 30 s after its start at most. Return whether it has ended or was not called."""
+        left = max(0.0, self._abort_end - time.monotonic())
+        return self._abort is None or bool(concurrent.futures.wait([self._abort], left).done)
+
+
+_aborts: weakref.WeakKeyDictionary[Any, Future[None]] = weakref.WeakKeyDictionary()
+"""The aborts of process groups that have begun. Two of one group at the same time may free the same memory in NCCL."""
+_beginning_abort = threading.Lock()
+
+
+def _abort_once(process_group: Any, step: Callable[[], None]) -> Future[None]:
+    """Begin `step`, which aborts a process group, unless its abort has begun. Return the future of its end."""
+    with _beginning_abort:
+        if process_group not in _aborts:
+            try:
+                _aborts[process_group] = in_thread(step)
+            except RuntimeError:  # the interpreter ends
+                _aborts[process_group] = Future()
+                step()
+                _aborts[process_group].set_result(None)
+        return _aborts[process_group]
+
+
+def _abort_device_part(process_group: Any, device: torch.device) -> None:
+    accelerator.bind(device)  # each thread has a current device of its own
+    with contextlib.suppress(RuntimeError):  # its watchdog may have aborted it
+        backend = process_group._get_backend(device)
+        (backend.abort if hasattr(backend, "abort") else backend._shutdown)()  # before torch 2.6
+
+
+def abort_process_groups() -> None:
+    """Let what programs have in progress in groups of torch.distributed raise, before they leave the world. Local.
+
+    With Gloo it ends when another rank closes its connections, by `shutdown` or at its end. Waits at most 30 s.
+    """
+    groups = [
+        group for group in dist.distributed_c10d._world.pg_map if hasattr(group, "abort")
+    ]  # since torch 2.7
+    concurrent.futures.wait([_abort_once(group, group.abort) for group in groups], _ABORT_SECONDS)
+
+
+def keep_process_groups() -> None:
+    """Never delete the groups of torch.distributed, because a thread still waits for a collective. Local.
+
+    Gloo's destructor waits for it. When it fails later, its thread must not find a process that ends.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        never_delete(group)
+    skip_destructors_at_exit()
+
+
+class DefaultGroup(torch_groups.DefaultGroup):
+    """torch's default group, bound to a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.group: DeviceGroup | None = None
+        """The same as one of dualdist's, to abort the collectives of communication hooks and programs."""
+
+    def open(
+        self, config: Mapping[str, str], store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> None:
+        super().open(config, store, rank, size, timeout)
+        if self._own is not None:
+            self.group = DeviceGroup(range(size), rank, self._own, frozenset(), self._device)
+
+    def _options(self, timeout: timedelta) -> dict[str, Any]:
+        return {"timeout": transport_timeout(timeout, self._device), "device_id": self._device}
+
+    def abort(self) -> None:
+        group = self.group  # read once: `close` may run in another thread
+        if group is not None:
+            group.abort()
+
+    def _destroy(self, own: dist.ProcessGroup, groups: TorchGroups | None) -> None:
+        group, self.group = self.group, None
+        are_stuck, are_aborted = (
+            (groups.are_stuck, groups.are_aborted) if isinstance(groups, DeviceGroups) else (False, False)
+        )
+        if group is None or are_stuck or not group.abort_ends():
+            keep_process_groups()
+        elif are_aborted or group.is_aborted:
+            abort_process_group()
+        else:
+            super()._destroy(own, groups)
+
+
+_members_groups_made: Counter[tuple[int, ...]] = Counter()
+"""How many groups this process has made among the members alone, for each tuple of ranks."""
+_hash_ranks = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
+"""Names a group that only its members make. None in torch 2.4, which hashes the ranks alone."""
+
+
+class DeviceGroups(TorchGroups):
+    """The groups of one world, made by torch.distributed."""
+
+    _groups: list[DeviceGroup]  # type: ignore[assignment]
+
+    def _made(self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool) -> list[Group]:
+        make = self._make_members_group if among_members else self._make_group
+        return [make(ranks) for _ in range(count)]
+
+    def make_for_device(self, ranks: Sequence[int]) -> Group:
+        """Return a group over `ranks`, for tensors on the device alone. Collective over `ranks` alone."""
+        made = self._make_members_group(ranks, without=("cpu",))
+        self._groups.append(made)
+        return made
+
+    def _make_group(self, ranks: Sequence[int], without: Collection[str] = (), **options: Any) -> DeviceGroup:
+        """without: types of devices whose tensors it need not carry."""
+        config, device = self._config, self._device
+        with wrapped():
+            process_group = dist.new_group(
+                list(ranks),
+                backend=config_text({kind: config[kind] for kind in config.keys() - without}),
+                timeout=transport_timeout(self._timeout, device),
+                **options,
+            )
+        own = process_group if self._rank in ranks else None
+        return DeviceGroup(ranks, self._rank, own, carried_types(config), device)
+
+    def _make_members_group(self, ranks: Sequence[int], without: Collection[str] = ()) -> DeviceGroup:
+        c10d: Any = dist.distributed_c10d
+        torch_world, key = c10d._world, tuple(ranks)
+        world: Any = dist.group.WORLD
+        before, bound = torch_world.group_count, world.bound_device_id
+        _members_groups_made[key] += 1
+        name = hashlib.sha1(f"{key} {_members_groups_made[key]}".encode(), usedforsecurity=False).hexdigest()
+        # torch 2.4 has no such argument: it connects at the first collective.
+        takes_device = "device_id" in inspect.signature(dist.new_group).parameters
+        options = {"device_id": bound} if takes_device else {}
+        try:
+            c10d._hash_ranks_to_str = lambda _: name
+            # From a default group that is bound to a device, NCCL would split the communicator, which needs all ranks.
+            world.bound_device_id = None
+            return self._make_group(ranks, without, use_local_synchronization=True, **options)
+        finally:
+            world.bound_device_id = bound
+            c10d._hash_ranks_to_str = _hash_ranks
+            # torch counts the groups of a process, and names others by it. Other ranks do not count this one.
+            if dist.group.WORLD is world:  # a thread that was abandoned may come here in the next world
+                torch_world.group_count = before
+
+    @property
+    def are_aborted(self) -> bool:
+        """Whether a group was aborted after a failure."""
+        return any(group.is_aborted for group in self._groups)
+
+    @property
+    def are_stuck(self) -> bool:
+        """Whether the abort of a closed group has not ended."""
+        return any(group.is_stuck for group in self._groups)
