@@ -39,6 +39,7 @@ extensions.register(
         "comm_hook": "dualdist.comm_hooks:checked_comm_hook",
         "communicators": "dualdist.mpi.communicators",
         "compare_start": "dualdist.replicas:warn_of_differences",
+        "copies": "dualdist.copies",
         "device_groups": "dualdist.devices.groups",
         "devices": "dualdist.devices.choice",
         "horovod": "dualdist.horovod",

@@ -24,8 +24,8 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import NoReturn
 
+from ..copies import add_copies
 from ..core.launch import detect, is_one_host
-from ..core.launch.environment import add_copies
 from ..core.types import World
 from ..errors import ConfigurationError, NotInitializedError
 from ..horovod import CHILDREN_FOLDER, OVER_GLOO, horovod_variables, replace_horovod

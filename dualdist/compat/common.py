@@ -19,7 +19,8 @@ from torch.torch_version import TorchVersion
 
 import dualdist
 
-from ..core.launch.environment import add_copies, temporary_environment
+from ..copies import add_copies
+from ..core.launch.environment import temporary_environment
 from ..core.world.context import Context, current, current_or_inherited
 from ..core.world.process_sets import ProcessSet
 from ..elastic import HostsUpdatedInterrupt

@@ -16,13 +16,7 @@ from .backends.base import Backend
 from .checks import configuration, integer, items, number, text, wrong
 from .extensions import extension, needed
 from .launch import launch_from, nodes, topology
-from .launch.environment import (
-    add_copies,
-    read_settings,
-    remove_copies,
-    torchrun_variables,
-    without_copies,
-)
+from .launch.environment import read_settings, without_copies
 from .meeting.addresses import own_node
 from .meeting.server import reserved_port
 from .types import NEVER_SECONDS, Launch, Settings
@@ -215,21 +209,8 @@ def _finish_start(context: Context) -> None:
         context.device = backend.device
     elif devices is not None:
         context.device = devices.device_of(backend.rank, places, seen)
-    context.at_end.enter_context(_exported(torchrun_variables(context.world, nodes(places), masters[0])))
-
-
-@contextlib.contextmanager
-def _exported(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set those of `variables` that are absent or empty in the environment, in the `with` block.
-
-    For frameworks and scripts that look for torchrun's variables. Users often export MASTER_* alone.
-    """
-    added = {name: value for name, value in variables.items() if not os.environ.get(name)}
-    add_copies(added, os.environ)
-    try:
-        yield
-    finally:
-        remove_copies(added, os.environ)
+    if (copies := extension("copies")) is not None:
+        context.at_end.enter_context(copies.exported(context.world, nodes(places), masters[0]))
 
 
 def shutdown() -> None:

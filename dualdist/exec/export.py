@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from ..copies import OF_LAUNCHER, RUN_ID, add_copies, agent_variables, names_of_copies, torchrun_variables
 from ..core.extensions import extension
 from ..core.launch import environment, is_one_host, nodes, topology
 from ..core.launch.detect import detect
-from ..core.launch.environment import OF_LAUNCHER, RUN_ID
 from ..core.meeting.addresses import Gather, find_addresses, interface_of
 from ..core.meeting.boards import Board, find_board, given_board, no_board
 from ..core.meeting.member import Meeting
@@ -50,7 +50,7 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
         is_torchrun = RUN_ID in env and launch.sources.get("rank") == "RANK"
         # A launcher that was started since then has not set the copies.
         place = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
-        is_ours = RUN_ID in environment.names_of_copies(os.environ)
+        is_ours = RUN_ID in names_of_copies(os.environ)
         is_ours = is_ours and not os.environ[RUN_ID].startswith(OF_LAUNCHER)
         is_set = is_ours and place == (f"{launch.rank}", f"{launch.size}")
         if is_torchrun and prepare is not None:
@@ -68,7 +68,7 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
     for name in (_THREADS, _INTERFACE):
         if (value := variables.pop(name, "")) and not env.get(name):
             os.environ[name] = value
-    environment.add_copies(variables, os.environ)
+    add_copies(variables, os.environ)
 
 
 def process_managers_board(launch: Launch, env: Mapping[str, str]) -> Board | None:
@@ -129,8 +129,8 @@ def _agreed(
     if problems:
         raise ConfigurationError(problems[0])
     _, port, run_id = addresses.offers[0]
-    place = environment.torchrun_variables(world, nodes(places), (addresses.first, port))
-    variables = {**place, **environment.agent_variables(run_id, env), **more}
+    place = torchrun_variables(world, nodes(places), (addresses.first, port))
+    variables = {**place, **agent_variables(run_id, env), **more}
     if world.local_size > 1 and not sys.modules.get("torch"):  # else torch has read it
         variables[_THREADS] = "1"  # as torchrun does
     if len(set(addresses.nodes)) > 1:

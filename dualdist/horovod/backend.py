@@ -24,6 +24,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from ..copies import names_of_copies
 from ..core import accelerator, process_exit
 from ..core.backends import needs_gpus
 from ..core.backends.base import Backend, Exchange, Group
@@ -39,7 +40,7 @@ from ..core.backends.torch_groups import (
 from ..core.executor import Patience, in_thread, wait_for
 from ..core.extensions import needed
 from ..core.launch import Place, nodes, topology
-from ..core.launch.environment import names_of_copies, temporary_environment
+from ..core.launch.environment import temporary_environment
 from ..core.meeting.addresses import LOOPBACK, check_interfaces, interface_of, own_node
 from ..core.meeting.boards import PublishedBoard
 from ..core.meeting.member import Meeting

@@ -416,7 +416,7 @@ def _file_with(source: Any, length: int | None) -> int | None:
 
 
 def _add_interface(env: dict[bytes, bytes], address: str) -> None:
-    """Set the interfaces of Horovod's Gloo and, if unset, of torch's. Record them as copies (launch/environment.py).
+    """Set the interfaces of Horovod's Gloo and, if unset, of torch's. Record them as copies (copies.py).
 
     The value is the first existing interface of DUALDIST_INTERFACE, else that towards the launcher's `address`.
     """

@@ -12,7 +12,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from ..core.launch.environment import COPIES, RENDEZVOUS, SECRET, add_copies, without_copies
+from ..copies import COPIES, add_copies
+from ..core.launch.environment import RENDEZVOUS, SECRET, without_copies
 from ..core.launch.launchers import LAUNCHERS, NAMED_BY
 from ..core.types import World
 

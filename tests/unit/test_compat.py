@@ -16,8 +16,8 @@ from dualdist.compat.common import (
     split_list,
 )
 from dualdist.compat.data import AsyncDataLoaderMixin, BaseDataLoader
+from dualdist.copies import add_copies, names_of_copies
 from dualdist.core.launch import detect
-from dualdist.core.launch.environment import add_copies, names_of_copies
 from dualdist.core.types import World
 from dualdist.horovod import horovod_variables
 

@@ -48,12 +48,12 @@ BETWEEN_OTHERS = {
         "processes",
     },  # --world starts MPI, and shows the NUMA nodes of devices
     "elastic": {"checkpoint", "samplers"},
-    "exec": {"compat", "slurm"},  # the option --compat, the form of lists of cores
-    "horovod": {"mpi"},  # on the transport mpi, ranks meet and end as MPI's launcher expects it
+    "exec": {"compat", "copies", "slurm"},  # the option --compat, the form of lists of cores
+    "horovod": {"copies", "mpi"},  # on the transport mpi, ranks meet and end as MPI's launcher expects it
     "migrate": {"compat", "elastic"},  # the table of Horovod's names, and where dualdist has them
     # Names of weights, scripts of Horovod, places and figures, the form of -np.
     "parity": {"checkpoint", "compat", "observation", "processes"},
-    "processes": {"slurm"},  # the form of lists of hosts
+    "processes": {"copies", "slurm"},  # their variables, the form of lists of hosts
     "sharding": {"checkpoint"},
 }
 """A folder or file outside of the core -> the others of them that it imports, or names in a string."""

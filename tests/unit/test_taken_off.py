@@ -26,6 +26,7 @@ NAMES = {
     },
     "checkpoint": {"checkpoint", "elastic"},
     "comm_hooks": {"CommHookState"},
+    "copies": {"run", "spawn"},  # whose processes get them
     "devices": {"CommHookState"},
     "elastic": {"elastic"},
     "lr": {"lr"},
