@@ -41,6 +41,7 @@ from .arguments import (
 )
 from .hooks import BufferHook, builtin_comm_hook, join_hook, notify_join, take_over_optimizers
 from .mixed_precision import MixedPrecision, checked_mixed_precision, reduction_of
+from .state import WrappedState, with_prefix
 
 
 class DistributedDataParallel(SynchronizedModule):
@@ -87,12 +88,11 @@ class DistributedDataParallel(SynchronizedModule):
         RuntimeError: no parameter of `module` requires a gradient, or one has no shape yet.
     """
 
-    _of_this_rank: ClassVar[set[str]] = SynchronizedModule._of_this_rank | {
-        "_process_group",
-        "_torch_join",
-        "_join_config",
-        "_in_backward",
+    _of_this_rank: ClassVar[set[str]] = {
+        *("_combiner", "_process_set", "_wrapped", "_parts", "_recorded"),
+        *("_process_group", "_torch_join", "_join_config", "_in_backward"),
     }
+    """Attributes that copies do not get."""
 
     def __init__(
         self,
@@ -170,6 +170,8 @@ class DistributedDataParallel(SynchronizedModule):
 
     def _enter(self) -> None:
         super()._enter()
+        self._requires_sync = True
+        """The value of `require_backward_grad_sync`."""
         self._process_group = None
         self._is_joining = self._throws_early = False
         """Whether this is the block of `join`, and whether every rank raises as soon as one has no more data."""
@@ -239,6 +241,65 @@ class DistributedDataParallel(SynchronizedModule):
             if self._in_backward or self._buffer_hook is not None:
                 # A reference to this wrapper, such as that of a hook, would keep it alive.
                 self._combiner.after_combining = functools.partial(_end_backward, weakref.ref(self))
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward combines gradients. `no_sync` sets it."""
+        return self._requires_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, required: bool) -> None:
+        self._requires_sync = required
+        if isinstance(self._combiner, GradSync):
+            self._combiner.enabled = required
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally in the `with` block. The next backward averages the accumulated gradients.
+
+        What counts is where `backward()` runs, not forward as in torch: a backward outside always averages, also after
+        `model.module(inputs)` or a second time for the same forward, where torch silently leaves local gradients.
+        """
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    # State dicts and copies
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """Return the state of the module, as in torch. See the class about names."""
+        if args or destination is not None or prefix:  # this wrapper is a part of another module
+            return super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        state = WrappedState()
+        state._metadata = {}
+        super().state_dict(destination=state, keep_vars=keep_vars)
+        state._wrapped_names = frozenset(state)
+        return state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        with_prefix(self.module, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return "" if self._combiner.is_in_world else "in no world before its gradients are first combined"
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._process_set is not global_process_set:
+            raise RuntimeError(
+                "`process_group` must be the whole world to copy or pickle a wrapper, but is another process set "
+                "instead. Copy its `module`."
+            )
+        return {name: value for name, value in self.__dict__.items() if name not in self._of_this_rank}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._process_set = global_process_set
+        self._enter()
+        self._combine_gradients(self._named(), compares_late=True)
 
     # Uneven inputs
 

@@ -1,16 +1,16 @@
 """A module that averages its gradients over all ranks, on any backend.
 
 GradSync combines the gradients, as for DistributedOptimizer. The wrapper adds what belongs to a module: equal
-parameters at the start, equal buffers before each forward, and names in state dicts (see parameters.py).
-dualdist/torch_ddp/ gives it the interface of torch's DistributedDataParallel.
+parameters at the start, and equal buffers before each forward. dualdist/torch_ddp/ gives it the interface of torch's
+DistributedDataParallel, with state dicts and copies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
@@ -25,7 +25,7 @@ from ..gradients.combiner import OPTIMIZER, Combiner, SyncOptions, combiners_of
 from ..gradients.grad_sync import GradSync
 from ..types import Average
 from ..world.process_sets import ProcessSet, global_process_set, reporting
-from .parameters import WrappedState, broadcast_parameters, with_prefix
+from .parameters import broadcast_parameters
 
 DATA_PARALLEL = Kind("DistributedDataParallel", "DISTRIBUTEDDATAPARALLEL", Data.NONE)
 """Compares the layout of the gradients when a module is wrapped."""
@@ -35,8 +35,7 @@ class SynchronizedModule(torch.nn.Module):
     """Averages the gradients of `module` over the ranks in every backward.
 
     Collective: every member of `process_group` must make it with the same parameters; on other ranks the module trains
-    alone. A copy (`copy.deepcopy`, pickle) belongs to no world until its gradients are first combined; that is
-    collective, and its forward before that is not. parameters.py has the names in `state_dict()`.
+    alone.
 
     Args:
         module: any module; its parameters and buffers are overwritten with those of the first member of the set.
@@ -54,9 +53,6 @@ class SynchronizedModule(torch.nn.Module):
         CollectiveMismatchError: the parameters differ between ranks in number, name, shape or dtype.
         TypeError, ValueError, RuntimeError: as `checked_module`.
     """
-
-    _of_this_rank: ClassVar[set[str]] = {"_combiner", "_process_set", "_wrapped", "_parts", "_recorded"}
-    """Attributes that copies do not get."""
 
     def __init__(
         self,
@@ -94,8 +90,6 @@ class SynchronizedModule(torch.nn.Module):
     def _enter(self) -> None:
         """Prepare what belongs to this object alone, not to its copies."""
         self._combiner = Combiner()
-        self._requires_sync = True
-        """The value of `require_backward_grad_sync`."""
         self._syncs_buffers = False
         """Whether the current forward synchronizes buffers."""
         self._wrapped = {id(param): param for param in self.module.parameters()}
@@ -168,64 +162,13 @@ class SynchronizedModule(torch.nn.Module):
             root_rank = (self._process_set.ranks or [0])[0] if root_rank is None else root_rank
             broadcast_parameters(named, root_rank, process_set=self._process_set)
 
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether the next backward combines gradients. `no_sync` sets it."""
-        return self._requires_sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, required: bool) -> None:
-        self._requires_sync = required
-        if isinstance(self._combiner, GradSync):
-            self._combiner.enabled = required
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients locally in the `with` block. The next backward averages the accumulated gradients.
 
         What counts is where `backward()` runs, not forward as in torch: a backward outside always averages, also after
         `model.module(inputs)` or a second time for the same forward, where torch silently leaves local gradients.
         """
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
-    # State dicts and copies
-
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
-        """Return the state of the module, as in torch. See the class about names."""
-        if args or destination is not None or prefix:  # this wrapper is a part of another module
-            return super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        state = WrappedState()
-        state._metadata = {}
-        super().state_dict(destination=state, keep_vars=keep_vars)
-        state._wrapped_names = frozenset(state)
-        return state
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        with_prefix(self.module, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def extra_repr(self) -> str:
-        return "" if self._combiner.is_in_world else "in no world before its gradients are first combined"
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._process_set is not global_process_set:
-            raise RuntimeError(
-                "`process_group` must be the whole world to copy or pickle a wrapper, but is another process set "
-                "instead. Copy its `module`."
-            )
-        return {name: value for name, value in self.__dict__.items() if name not in self._of_this_rank}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._process_set = global_process_set
-        self._enter()
-        self._combine_gradients(self._named(), compares_late=True)
+        return self._combiner.disabled()
 
 
 def _members(parts: Sequence[torch.nn.Module]) -> list[object]:

@@ -1,8 +1,7 @@
-"""The parameters and buffers of a model: equal ones on all ranks, and their names in state dicts."""
+"""The parameters and buffers of a model: equal ones on all ranks, and their names without wrappers."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -199,44 +198,7 @@ def _unpack(data: torch.Tensor, tensors: list[torch.Tensor]) -> None:
         tensor.copy_(part.view(tensor.shape))
 
 
-# The names in the state dict of a module that DistributedDataParallel wraps.
-#
-# In memory they are torch's: "module.0.weight", as in the module tree, so that torch.distributed.checkpoint and
-# torch.func.functional_call understand them. In files they are those of the bare model, so that a checkpoint of one
-# style loads into the other.
-
-PREFIX = "module."
-
-
-class WrappedState(OrderedDict[str, Any]):
-    """The state dict of a wrapped module. Names without "module." are found, too, and are those that pickle writes."""
-
-    _metadata: Mapping[str, Any]
-    _wrapped_names: frozenset[str] = frozenset()
-    """The names from the wrapper; not those under which others have entered values."""
-
-    def __missing__(self, name: str) -> Any:
-        if isinstance(name, str) and super().__contains__(PREFIX + name):
-            return self[PREFIX + name]
-        raise KeyError(name)
-
-    def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or (isinstance(name, str) and super().__contains__(PREFIX + name))
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WrappedState:
-        made = WrappedState((name, copy.deepcopy(value, memo)) for name, value in self.items())
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an OrderedDict with the names of the bare model."""
-        return _renamed(self, {PREFIX[:-1]}, self._wrapped_names.__contains__).__reduce_ex__(protocol)
-
-    def __reduce__(self) -> Any:
-        return self.__reduce_ex__(2)
+# The names in the state dict of a wrapped module.
 
 
 def bare_names(
@@ -248,10 +210,10 @@ def bare_names(
     """
     parts = module.named_modules(remove_duplicate=False)
     found = [(name, attribute) for name, part in parts if (attribute := attribute_of(part))]
-    return _renamed(state, {".".join(filter(None, path)) for path in found}, lambda name: True)
+    return renamed(state, {".".join(filter(None, path)) for path in found}, lambda name: True)
 
 
-def _renamed(
+def renamed(
     state: Mapping[str, Any], hidden: Collection[str], is_wrapped: Callable[[str], bool]
 ) -> OrderedDict[str, Any]:
     """Return `state` without the last part of the paths `hidden`, such as "0.module", and its metadata likewise.
@@ -270,15 +232,3 @@ def _renamed(
         versions = {rename(name): value for name, value in state._metadata.items()}
         made._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
     return made
-
-
-def with_prefix(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Rename the entries of `state` for the wrapper at `prefix`, in place: "module." is added where it is missing.
-
-    module: the model in the wrapper, which may have a part of its own that is called "module".
-    """
-    own: Callable[[str], bool] = set(module.state_dict()).__contains__
-    for key in [key for key in state if key.startswith(prefix)]:
-        name = key[len(prefix) :]
-        if own(name) or not name.startswith(PREFIX):
-            state[prefix + PREFIX + name] = state.pop(key)
