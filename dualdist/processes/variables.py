@@ -13,9 +13,15 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from ..copies import COPIES, add_copies
-from ..core.launch.environment import RENDEZVOUS, SECRET, without_copies
-from ..core.launch.launchers import LAUNCHERS, NAMED_BY
+from ..core.launch.environment import SECRET, secret_in, without_copies
+from ..core.launch.launchers import LAUNCHERS, NUMBERS
+from ..core.meeting.boards import KnownBoard, ServerAddress
 from ..core.types import World
+from ..errors import ConfigurationError
+from ..site_launcher import NAMED_BY
+
+RENDEZVOUS = "DUALDIST_RENDEZVOUS"
+"""The variable with the address of the launcher's server."""
 
 HOST_VARIABLES = (
     r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"  # horovod/runner/common/util/env.py:24
@@ -27,7 +33,7 @@ HOST_VARIABLES = (
 def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables that launchers have set for this process."""
     env = without_copies(env)
-    known = set(NAMED_BY.values()) | {getattr(row, field) for row in LAUNCHERS for field in NAMED_BY}
+    known = set(NAMED_BY.values()) | {getattr(row, field) for row in LAUNCHERS for field in NUMBERS}
     known |= {marker.partition("=")[0] for row in LAUNCHERS for marker in row.markers}
     known.add(COPIES)
     known |= {env[setting] for setting in NAMED_BY.values() if env.get(setting)}
@@ -44,10 +50,33 @@ def process_variables(launcher: str, world: World, rendezvous: str, secret: byte
     """Return the variables that give one process its place in the job. detect.py and meeting/ read them."""
     return {
         "DUALDIST_LAUNCHER": launcher,
-        **{f"DUALDIST_{name.upper()}": str(getattr(world, name)) for name in NAMED_BY},
+        **{f"DUALDIST_{name.upper()}": str(getattr(world, name)) for name in NUMBERS},
         RENDEZVOUS: rendezvous,
         SECRET: secret.hex(),
     }
+
+
+class LaunchersBoard(KnownBoard):
+    """The server of `dualdist run` and `spawn`."""
+
+    is_launchers = True
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        address = env[RENDEZVOUS]
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ConfigurationError(
+                f"`{RENDEZVOUS}` must be 'host:port', but is {address!r} instead. The launcher sets it; look at what "
+                "overwrites it."
+            )
+        super().__init__(
+            ServerAddress([host], [int(port)], secret_in(env)),
+            f"{RENDEZVOUS}={address}",
+            "Check that the launcher still runs, and that no firewall is between the hosts.",
+        )
+
+    def serve(self, size: int) -> None:
+        return None
 
 
 def copied_variables(*groups: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:

@@ -53,7 +53,7 @@ BETWEEN_OTHERS = {
     "migrate": {"compat", "elastic"},  # the table of Horovod's names, and where dualdist has them
     # Names of weights, scripts of Horovod, places and figures, the form of -np.
     "parity": {"checkpoint", "compat", "observation", "processes"},
-    "processes": {"copies", "slurm"},  # their variables, the form of lists of hosts
+    "processes": {"copies", "site_launcher", "slurm"},  # their variables, the form of lists of hosts
     "sharding": {"checkpoint"},
 }
 """A folder or file outside of the core -> the others of them that it imports, or names in a string."""

@@ -29,7 +29,6 @@ from dualdist.core.meeting.boards import (
     FileBoard,
     HostBoard,
     KnownBoard,
-    LaunchersBoard,
     ServerAddress,
 )
 from dualdist.core.meeting.member import Meeting
@@ -39,6 +38,7 @@ from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
 from dualdist.exec import pmi
 from dualdist.horovod.http_store import HttpBoard, HttpStore
 from dualdist.mpi import meeting as mpi
+from dualdist.processes.variables import LaunchersBoard
 
 from ..helpers.ports import free_ports
 from ..helpers.requirements import need_programs, need_root

@@ -41,6 +41,7 @@ NAMES = {
     "samplers": {"DistributedSampler", "elastic", "samplers", "split_by_rank"},
     "seeding": {"seed_everything", "seeding"},
     "sharding": {"device_mesh"},
+    "site_launcher": {"run", "spawn"},  # whose processes get none of its variables
     "slurm": {"run", "spawn"},  # which read its lists of hosts
     "sparse_allreduce": {"sparse_allreduce_async"},
     "sync_batch_norm": {"SyncBatchNorm"},

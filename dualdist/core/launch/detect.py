@@ -19,7 +19,7 @@ from ..checks import configuration, integer, text, wrong
 from ..extensions import extension
 from ..types import Launch
 from .environment import is_on, without_copies
-from .launchers import LAUNCHERS, NAMED_BY, OUTERMOST, SITE, Launcher
+from .launchers import LAUNCHERS, NUMBERS, OUTERMOST, SITE, Launcher
 
 _BY_HAND = ("env", SITE)
 """Launchers whose variables a script or a site can set under another launcher."""
@@ -44,7 +44,8 @@ def detect(env: Mapping[str, str], mpi_size: Callable[[], int] | None = None) ->
     env = without_copies(env)
     if _is_said_to_be_alone(env):
         return _world_of_one("DUALDIST_LAUNCHER=python")
-    site = _site_launcher(env)
+    find_site = extension("site_launcher")
+    site = None if find_site is None else find_site(env)
     known = (*LAUNCHERS, site) if site else LAUNCHERS
     candidates = _candidates(known, env)
     if not candidates:
@@ -72,39 +73,6 @@ def _is_said_to_be_alone(env: Mapping[str, str]) -> bool:
             "Unset it to let the launcher's variables decide."
         )
     return said == "python"
-
-
-def _site_launcher(env: Mapping[str, str]) -> Launcher | None:
-    """Return the launcher that DUALDIST_RANK_FROM and the others describe, None when none of them is set.
-
-    Raises ConfigurationError when the rank or the size is not named, or a variable that is named is absent.
-    """
-    names = {field: env[setting] for field, setting in NAMED_BY.items() if env.get(setting)}
-    if not names:
-        return None
-    for field in ("rank", "size"):
-        if field not in names:
-            present = NAMED_BY[next(iter(names))]
-            raise ConfigurationError(
-                f"`{NAMED_BY[field]}` must be set beside {present}, but is absent. "
-                f"Set it to the name of the variable with the {field}, or unset {present}."
-            )
-    for field, name in names.items():
-        if not env.get(name):
-            raise ConfigurationError(
-                f"`{name}` must be set, because {NAMED_BY[field]} names it, but is absent. Start with the launcher "
-                f"that sets it, unset {NAMED_BY[field]}, or set DUALDIST_LAUNCHER=python to run a single process."
-            )
-    return Launcher(
-        SITE,
-        rank=names["rank"],
-        size=names["size"],
-        local_rank=names.get("local_rank"),
-        local_size=names.get("local_size"),
-        markers=(NAMED_BY["rank"],),
-        inside=OUTERMOST,
-        is_command=False,
-    )
 
 
 def _candidates(rows: tuple[Launcher, ...], env: Mapping[str, str]) -> list[_Candidate]:
@@ -181,7 +149,7 @@ def _is_set(env: Mapping[str, str], marker: str) -> bool:
 
 def _read(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None = None) -> Launch:
     """Return what the launcher's variables say. mpi_size: the size of MPI's world, for want of a variable."""
-    names = {field: getattr(launcher, field) for field in NAMED_BY}
+    names = {field: getattr(launcher, field) for field in NUMBERS}
     values = {field: _number(env, name, launcher) for field, name in names.items()}
     rank, size = values["rank"], values["size"]
     if mpi_size is not None and size is None:

@@ -11,7 +11,7 @@ from ...errors import ConfigurationError
 from ..extensions import extension
 from ..types import NEVER_SECONDS, Settings
 
-RENDEZVOUS, SECRET = "DUALDIST_RENDEZVOUS", "DUALDIST_SECRET"
+SECRET = "DUALDIST_SECRET"
 
 
 def secret_in(env: Mapping[str, str]) -> bytes:

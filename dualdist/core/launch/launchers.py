@@ -21,7 +21,10 @@ OUTERMOST = (DUALDIST_RUN, SPAWN)
 """The launchers of dualdist itself. They pass on no variable of an outer launcher, so all others run inside them."""
 
 SITE = "site"
-"""The launcher that the variables DUALDIST_RANK_FROM and others describe."""
+"""The launcher that the variables DUALDIST_RANK_FROM and others describe (site_launcher.py)."""
+
+NUMBERS = ("rank", "size", "local_rank", "local_size")
+"""The fields of Launcher that name a variable with a number of the process."""
 
 
 @dataclass(frozen=True)
@@ -228,14 +231,3 @@ LAUNCHERS = (
     ),
 )
 """Where several launchers report the same numbers, the first row wins."""
-
-
-# A row beside the table: the one that environment variables describe (detect.py).
-
-NAMED_BY = {
-    "rank": "DUALDIST_RANK_FROM",
-    "size": "DUALDIST_SIZE_FROM",
-    "local_rank": "DUALDIST_LOCAL_RANK_FROM",
-    "local_size": "DUALDIST_LOCAL_SIZE_FROM",
-}
-"""Field of Launcher -> the variable that names the variable with this number."""

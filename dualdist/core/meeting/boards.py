@@ -22,9 +22,8 @@ from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 from ...errors import ConfigurationError
-from ..extensions import extension
+from ..extensions import extension, needed
 from ..launch import is_one_host
-from ..launch.environment import RENDEZVOUS, secret_in
 from ..types import Launch
 from .addresses import INTERFACE, LOOPBACK, candidates, own_node
 from .server import MeetingServer
@@ -186,29 +185,6 @@ class KnownBoard(Board):
         return self._place
 
 
-class LaunchersBoard(KnownBoard):
-    """The server of `dualdist run` and `spawn`."""
-
-    is_launchers = True
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        address = env[RENDEZVOUS]
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise ConfigurationError(
-                f"`{RENDEZVOUS}` must be 'host:port', but is {address!r} instead. The launcher sets it; look at what "
-                "overwrites it."
-            )
-        super().__init__(
-            ServerAddress([host], [int(port)], secret_in(env)),
-            f"{RENDEZVOUS}={address}",
-            "Check that the launcher still runs, and that no firewall is between the hosts.",
-        )
-
-    def serve(self, size: int) -> None:
-        return None
-
-
 def given_board(launch: Launch, env: Mapping[str, str]) -> Board:
     """Return the board of an `init_method`: file:///path, tcp://host:port, or env:// with MASTER_ADDR and _PORT."""
     method = str(launch.init_method)
@@ -341,8 +317,8 @@ def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = 
     is_alone = launch.size == 1 and launch.init_method == "env://" and not env.get("MASTER_ADDR")
     if launch.init_method is not None and not is_alone:
         return given_board(launch, env)
-    if source == "DUALDIST_RANK" and env.get(RENDEZVOUS):
-        return LaunchersBoard(env)
+    if source == "DUALDIST_RANK" and env.get("DUALDIST_RENDEZVOUS"):
+        return cast(Board, needed("launchers_board")(env))
     horovods = source == "HOROVOD_RANK" and env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     if horovods and (store := extension("horovods_store")) is not None:
         address = f"{horovods}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
