@@ -101,6 +101,15 @@ def adopted_transport(config: Mapping[str, str]) -> str:
     return transport_named(config.get(accelerator.kind() or "cpu", config["cpu"]))
 
 
+def _checked_adopted(config: Mapping[str, str], asked: str | None) -> str:
+    transport = adopted_transport(config)
+    if asked is not None and transport_named(asked) != transport:
+        raise ConfigurationError(
+            f"`transport` must be {transport!r}, but is {asked!r} instead: torch.distributed runs already."
+        )
+    return transport
+
+
 class TorchBackend(Backend):
     name = "torch"
 
@@ -140,68 +149,56 @@ class TorchBackend(Backend):
     def start(
         cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
     ) -> TorchBackend:
-        if cls.is_running():
-            return cls._adopt(transport, env, settings)
-        if transport is not None:
-            cls.check(transport, launch)
-        mpi = "mpi" if launch.starts_mpi and extension("mpi") is not None else _FALLBACK
-        devices = extension("devices")
-        chosen = transport or (devices and devices.device_transport()) or mpi
-        if chosen == "mpi":
-            mpi_transport = needed("mpi_transport")
-            if transport is not None:
-                mpi_transport.require(launch)
-            elif not mpi_transport.start(launch):
-                chosen = _FALLBACK
+        adopted, device, seconds = cls.is_running(), None, settings.start_timeout_seconds
+        if adopted:  # the process group that torch.distributed has already
+            config = adopted_config()
+            chosen = _checked_adopted(config, transport)
+            launch = Launch("torch", dist.get_rank(), dist.get_world_size())
+            device = needed("devices").adopted_device() if needs_gpus(chosen) else None
+        else:
+            chosen = cls._own_transport(launch, transport)
         offer = _offer(launch.local_rank, chosen, is_asked=transport is not None)
-        seconds = settings.start_timeout_seconds
         with contextlib.ExitStack() as undo, wrapped():
-            meeting = meet(launch, env, seconds)
+            if adopted:
+                board = StoreBoard(launch, env, dist.distributed_c10d._get_default_store())
+                meeting = Meeting(board, launch.rank, launch.size, seconds)
+            else:
+                meeting = meet(launch, env, seconds)
             undo.callback(meeting.close, started=False)
             shared = open_store(meeting, env, seconds, asdict(offer))
             undo.callback(shared.listener.close)
-            offers = [Offer(**found) for found in shared.messages]
-            chosen = agreed_transport(offers, launch.rank)
-            device, config, variables = None, config_of(chosen), gloo_interface(shared.addresses.own, env)
+            offers, variables = [Offer(**found) for found in shared.messages], {}
+            if not adopted:
+                chosen = agreed_transport(offers, launch.rank)
+                config, variables = config_of(chosen), gloo_interface(shared.addresses.own, env)
+                if "gloo" in config.values():
+                    allow_open_files(launch.size)
             if needs_gpus(chosen):
-                device = needed("devices").bind_device(chosen, offers, launch.rank)
+                device = device or needed("devices").bind_device(chosen, offers, launch.rank)
                 variables |= needed("devices").error_handling(device, env)
+            # Also for the groups that an adopted world makes from now on.
             undo.enter_context(temporary_environment(variables))
-            if "gloo" in config.values():
-                allow_open_files(launch.size)
-            started = cls(chosen, config, device, shared, settings, meeting, adopted=False)
+            started = cls(chosen, config, device, shared, settings, meeting, adopted)
             if device is not None:  # torch makes no other groups for accelerators without the default group
                 started.open_process_group()
             started._on_shutdown.push(undo.pop_all())
         return started
 
     @classmethod
-    def _adopt(cls, asked: str | None, env: Mapping[str, str], settings: Settings) -> TorchBackend:
-        """Use the process group that torch.distributed has already. Collective."""
-        config = adopted_config()
-        transport = adopted_transport(config)
-        if asked is not None and transport_named(asked) != transport:
-            raise ConfigurationError(
-                f"`transport` must be {transport!r}, but is {asked!r} instead: torch.distributed runs already."
-            )
-        place = (dist.get_rank(), dist.get_world_size())
-        board = StoreBoard(Launch("torch", *place), env, dist.distributed_c10d._get_default_store())
-        seconds = settings.start_timeout_seconds
-        device = needed("devices").adopted_device() if needs_gpus(transport) else None
-        offer = _offer(None, transport, is_asked=False)
-        with contextlib.ExitStack() as undo:
-            meeting = Meeting(board, *place, seconds)
-            undo.callback(meeting.close, started=False)
-            shared = open_store(meeting, env, seconds, asdict(offer))
-            undo.callback(shared.listener.close)
-            if needs_gpus(transport):
-                offers = [Offer(**found) for found in shared.messages]
-                device = device or needed("devices").bind_device(transport, offers, dist.get_rank())
-                # For the groups that the adopted world makes from now on.
-                undo.enter_context(temporary_environment(needed("devices").error_handling(device, env)))
-            adopted = cls(transport, config, device, shared, settings, meeting, adopted=True)
-            adopted._on_shutdown.push(undo.pop_all())
-        return adopted
+    def _own_transport(cls, launch: Launch, asked: str | None) -> str:
+        """Return the fastest transport of this rank, or the one that the user asks for."""
+        if asked is not None:
+            cls.check(asked, launch)
+        mpi = "mpi" if launch.starts_mpi and extension("mpi") is not None else _FALLBACK
+        devices = extension("devices")
+        chosen = asked or (devices and devices.device_transport()) or mpi
+        if chosen == "mpi":
+            mpi_transport = needed("mpi_transport")
+            if asked is not None:
+                mpi_transport.require(launch)
+            elif not mpi_transport.start(launch):
+                chosen = _FALLBACK
+        return chosen
 
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:

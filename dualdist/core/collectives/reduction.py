@@ -62,13 +62,17 @@ def check_reducible(dtype: torch.dtype, op: int) -> None:
         raise ValueError(f"`tensor` must be of a floating-point dtype for Adasum, but is {kind} instead.")
 
 
-def reduction_dtype(dtype: torch.dtype, group: Group, *, widens: bool = False) -> torch.dtype:
-    """Return the dtype in which `group` reduces numbers of `dtype`.
+def wire_dtype(dtype: torch.dtype, group: Group, reduction: Reduction | None = None) -> torch.dtype:
+    """Return the dtype in which `group` reduces numbers of `dtype`: their own one, or a wider one.
 
-    widens: whether small integers and bfloat16 need a wider one, because more is computed from the reduced numbers.
+    If `reduction` computes more from the reduced numbers, small integers and bfloat16 always need a wider one.
     """
-    same_or_wider = REDUCED_AS[dtype]
-    return dtype if dtype in group.reduce_dtypes and not widens else same_or_wider
+    if (wider := REDUCED_AS[dtype]) is dtype or dtype not in group.reduce_dtypes:
+        return wider
+    if reduction is not None and dtype.is_floating_point:
+        return wider if reduction.op == Adasum else dtype
+    scales = reduction is not None and (reduction.op == Average or reduction != Reduction(reduction.op))
+    return wider if scales else dtype
 
 
 def neutral(dtype: torch.dtype, op: int) -> float | int:
@@ -193,7 +197,7 @@ def reduce_tensors(
     for tensor in tensors:
         by_kind[tensor.dtype, tensor.device].append(tensor)
     for (dtype, device), same_kind in by_kind.items():
-        wire = _wire_dtype(dtype, group, reduction), group.wire_device(device)
+        wire = wire_dtype(dtype, group, reduction), group.wire_device(device)
         first = same_kind[0]
         in_place = len(same_kind) == 1 and first.is_contiguous() and (dtype, device) == wire
         flat = first.detach().view(-1) if in_place else pack(same_kind, *wire)
@@ -208,16 +212,6 @@ def reduce_tensors(
         _finish(flat, reduction, group.size)
         if not in_place:
             unpack(flat, same_kind)
-
-
-def _wire_dtype(dtype: torch.dtype, group: Group, reduction: Reduction) -> torch.dtype:
-    """Return the dtype in which `group` reduces. Small integers must not wrap around before they are scaled."""
-    if REDUCED_AS[dtype] is dtype:
-        return dtype
-    if dtype.is_floating_point:
-        return reduction_dtype(dtype, group, widens=reduction.op == Adasum)
-    scales = reduction != Reduction(reduction.op) or reduction.op == Average
-    return reduction_dtype(dtype, group, widens=scales)
 
 
 def _finish(flat: torch.Tensor, reduction: Reduction, size: int) -> None:
@@ -247,7 +241,7 @@ def payload_of(group: Group, tensors: Sequence[torch.Tensor], reduction: Reducti
         return b""
     if len(tensors) > 1 and any(tensor.dtype != first.dtype for tensor in tensors):
         return b""
-    dtype = _wire_dtype(first.dtype, group, reduction)
+    dtype = wire_dtype(first.dtype, group, reduction)
     numel = sum([tensor.numel() for tensor in tensors]) * (2 if first.is_complex() else 1)
     if numel * dtype.itemsize > payload_capacity(group.size):
         return b""
@@ -262,7 +256,7 @@ def reduce_payloads(
     group: Group, payloads: Sequence[bytes], tensors: Sequence[torch.Tensor], reduction: Reduction
 ) -> None:
     """Overwrite `tensors` with the reduction of all members' payloads, bitwise equal on all members."""
-    dtype = _wire_dtype(tensors[0].dtype, group, reduction)
+    dtype = wire_dtype(tensors[0].dtype, group, reduction)
     rows = torch.frombuffer(bytearray().join(payloads), dtype=dtype).view(len(payloads), -1)
     if reduction.op in (Min, Max):
         flat = (torch.amin if reduction.op == Min else torch.amax)(rows, dim=0)

@@ -15,7 +15,7 @@ import torch
 from ..agreement.call import Data, Kind
 from ..backends.base import Group
 from ..collectives.compression import Compression, Compressor
-from ..collectives.reduction import Reduction, reduction_dtype
+from ..collectives.reduction import Reduction, wire_dtype
 from ..types import REDUCE_OP_NAMES, Average
 from ..world.process_sets import ProcessSet
 from .bucket_memory import TrackedParameter
@@ -70,7 +70,7 @@ class SyncOptions:
         the sum could overflow where the average does not; for other dtypes where this is exact, which it is if the
         number of ranks is a power of two.
         """
-        sent_as_is = self.compression is Compression.none and reduction_dtype(dtype, group) is dtype
+        sent_as_is = self.compression is Compression.none and wire_dtype(dtype, group) is dtype
         is_safe = dtype is torch.float16 or group.size.bit_count() == 1
         return self.comm_hook is None and self.reduction == Reduction(Average) and sent_as_is and is_safe
 

@@ -81,7 +81,7 @@ from ..agreement.guard import OutOfStepError, in_turn
 from ..agreement.matching import Verdict
 from ..backends.base import FailedWork, Group, Work
 from ..collectives.join import after_join
-from ..collectives.reduction import reduction_dtype, scale_
+from ..collectives.reduction import scale_, wire_dtype
 from ..extensions import extension, needed
 from ..launch.environment import is_on
 from ..types import Average, Sum
@@ -378,7 +378,7 @@ class Reducer:
         memory: keeps the memory for a copy on the host. None: the group can send from the device of `sent`.
         """
         group = channel.gradients
-        device, dtype = group.wire_device(sent.device), reduction_dtype(sent.dtype, group)
+        device, dtype = group.wire_device(sent.device), wire_dtype(sent.dtype, group)
         if memory is not None and device != sent.device and device.type == "cpu":
             channel.through_host = channel.through_host or needed("through_host")(group)
             device = sent.device
