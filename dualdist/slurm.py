@@ -36,6 +36,30 @@ def numbers_in(ranges: str) -> Iterator[str]:
             yield f"{number:0{len(first)}d}"
 
 
+def entry_of_node(text: str, node: str) -> str:
+    """Return node number `node`'s entry in Slurm's list of sizes, such as 4(x2),3.
+
+    '' when the list does not give it: then the backend counts after init.
+    """
+    sizes = node_counts(text)
+    if sizes is None:
+        return text
+    if len(set(sizes)) == 1:
+        return str(sizes[0])
+    return str(sizes[int(node)]) if node.isdecimal() and int(node) < len(sizes) else ""
+
+
+def node_counts(text: str) -> list[int] | None:
+    """Return a number for each node from a list such as 4(x2),3, which is 4, 4, 3. None for any other form."""
+    counts: list[int] = []
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
 # Where the ranks of a Slurm step on several hosts meet: Slurm itself carries no message between them.
 #
 # A step's variables name its first host, where rank 0 runs (srun's block and cyclic distributions), but no port. So a

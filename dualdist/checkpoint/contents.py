@@ -22,7 +22,6 @@ from ..core.checks import is_dtensor
 from ..core.collectives.objects import compact
 from ..core.extensions import needed
 from ..core.training.parallel import SynchronizedModule
-from ..core.training.parameters import bare_names
 
 # Names of a module's tensors, with or without wrappers, and which saved tensors a module can load.
 
@@ -34,6 +33,28 @@ _SHOWN = 3
 def without_wrappers(name: str) -> str:
     """Return `name` without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_ATTRIBUTES)
+
+
+def bare_names(
+    module: torch.nn.Module, state: Mapping[str, Any], attribute_of: Callable[[torch.nn.Module], str]
+) -> Mapping[str, Any]:
+    """Return `state`, the state dict of `module`, with the names of the model without its wrappers.
+
+    attribute_of: in which attribute a part of `module` holds what it wraps; "" if it wraps nothing.
+    """
+    parts = module.named_modules(remove_duplicate=False)
+    found = [(name, attribute) for name, part in parts if (attribute := attribute_of(part))]
+    hidden = {".".join(filter(None, path)) for path in found}  # such as "0.module"
+
+    def bare(name: str) -> str:
+        parts = name.split(".")
+        return ".".join(part for place, part in enumerate(parts, 1) if ".".join(parts[:place]) not in hidden)
+
+    made = OrderedDict((bare(name), value) for name, value in state.items())
+    if hasattr(state, "_metadata"):
+        versions = {bare(name): value for name, value in state._metadata.items()}
+        made._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return made
 
 
 def fitting_part(own: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -22,14 +22,13 @@ from ..core.collectives.objects import (
     on_all_ranks,
 )
 from ..core.training.parallel import SynchronizedModule
-from ..core.training.parameters import bare_names
 from ..core.world.context import current
 from ..core.world.process_sets import reporting
 from ..core.world.ranks import rank, size
 from ..errors import CheckpointError, DamagedCheckpointError, logger
 from ..rooted_collectives import gather_object
 from .catalog import CatalogEntry, Find
-from .contents import check_state, collect, collect_compared, collect_own, digest, few, on_host
+from .contents import bare_names, check_state, collect, collect_compared, collect_own, digest, few, on_host
 from .format import MemoryAddress, MemoryFile, copy_verified, make_manifest, replacing, write_checkpoint
 from .restoration import load_into
 

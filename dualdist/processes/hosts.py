@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.backends import TRANSPORTS, transport_named
-from ..core.launch.detect import node_counts
 from ..core.meeting.addresses import INTERFACE, candidates, own_address
 from ..errors import ConfigurationError
-from ..slurm import host_names, node_address, numbers_in
+from ..slurm import host_names, node_address, node_counts, numbers_in
 from . import relay
 from .agent_connection import AGENT_COMMAND
 from .variables import HOST_VARIABLES, is_open_mpi

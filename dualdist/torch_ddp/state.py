@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from ..core.training.parameters import renamed
-
 PREFIX = "module."
 
 
@@ -44,7 +42,17 @@ class WrappedState(OrderedDict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an OrderedDict with the names of the bare model."""
-        return renamed(self, {PREFIX[:-1]}, self._wrapped_names.__contains__).__reduce_ex__(protocol)
+        made: Any = OrderedDict(
+            (name.removeprefix(PREFIX) if name in self._wrapped_names else name, value)
+            for name, value in self.items()
+        )
+        if hasattr(self, "_metadata"):
+            # The wrapper's own name is "", that of the model "module".
+            known = self._metadata.items()
+            made._metadata = OrderedDict(
+                (name.removeprefix("module").lstrip("."), value) for name, value in known
+            )
+        return made.__reduce_ex__(protocol)
 
     def __reduce__(self) -> Any:
         return self.__reduce_ex__(2)

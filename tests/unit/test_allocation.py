@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.core.launch.detect import node_counts
 from dualdist.errors import ConfigurationError
 from dualdist.processes.hosts import find_allocation
-from dualdist.slurm import host_names
+from dualdist.slurm import host_names, node_counts
 
 SLURM = {"SLURM_JOB_NODELIST": "node[07-08,20]", "SLURM_JOB_CPUS_PER_NODE": "64(x3)"}
 

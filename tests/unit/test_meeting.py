@@ -26,7 +26,6 @@ from dualdist.core.backends.torch import TorchBackend
 from dualdist.core.meeting import addresses
 from dualdist.core.meeting.boards import (
     Board,
-    FileBoard,
     HostBoard,
     KnownBoard,
     ServerAddress,
@@ -36,6 +35,7 @@ from dualdist.core.meeting.server import TEXT, MeetingServer, connected, listene
 from dualdist.core.types import Launch, Settings
 from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
 from dualdist.exec import pmi
+from dualdist.file_board import FileBoard
 from dualdist.horovod.http_store import HttpBoard, HttpStore
 from dualdist.mpi import meeting as mpi
 from dualdist.processes.variables import LaunchersBoard

@@ -9,7 +9,6 @@ in ../../marks.py.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -262,7 +261,8 @@ def _number(env: Mapping[str, str], name: str | None, launcher: Launcher) -> int
     """Return the number in the variable `name`, None when it has none."""
     text = env.get(name, "") if name else ""
     if launcher.node is not None and name == launcher.local_size:
-        text = _of_node(text, env.get(launcher.node, ""))
+        entry_of = extension("slurm_entry")
+        text = "" if entry_of is None else entry_of(text, env.get(launcher.node, ""))
     if not text:
         return None
     if text.isdecimal():
@@ -277,30 +277,6 @@ def _who_sets_it(launcher: Launcher) -> str:
     if launcher.name in _BY_HAND:
         return "Correct it where your job sets it."
     return f"It is set by {launcher.name}; look at what overwrites it."
-
-
-def _of_node(text: str, node: str) -> str:
-    """Return node number `node`'s entry in Slurm's list of sizes, such as 4(x2),3.
-
-    '' when the list does not give it: then the backend counts after init.
-    """
-    sizes = node_counts(text)
-    if sizes is None:
-        return text
-    if len(set(sizes)) == 1:
-        return str(sizes[0])
-    return str(sizes[int(node)]) if node.isdecimal() and int(node) < len(sizes) else ""
-
-
-def node_counts(text: str) -> list[int] | None:
-    """Return a number for each node from a list such as 4(x2),3, which is 4, 4, 3. None for any other form."""
-    counts: list[int] = []
-    for entry in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
-        if match is None:
-            return None
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
 
 
 # A launch that the arguments of `init` describe, alone or on top of what the environment says.

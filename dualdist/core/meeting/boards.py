@@ -125,46 +125,6 @@ def rising(first: float, longest: float) -> Iterator[float]:
         first = min(2 * first, longest)
 
 
-_LONGEST = 1 << 20
-"""How many characters of a file are read: more than an address has."""
-
-
-class FileBoard(PublishedBoard):
-    """A file that belongs to this user and has one line."""
-
-    def __init__(self, launch: Launch, env: Mapping[str, str], path: Path) -> None:
-        super().__init__(launch, env)
-        self._path = path
-
-    def write(self, text: str) -> None:
-        self.read(0.0)
-        with open(self._descriptor(os.O_WRONLY | os.O_TRUNC), "w") as file:
-            file.write(f"{text}\n")
-
-    def read(self, seconds: float) -> str | None:
-        with open(self._descriptor(os.O_RDONLY), errors="replace") as file:
-            text = file.read(_LONGEST)
-        if text not in ("", "[") and not text.startswith('["'):  # no address, and no first part of one
-            raise ConfigurationError(
-                f"{self._path} must be a new file, or one that an earlier start has left, but has other content. "
-                "Choose another file."
-            )
-        return text if text.endswith("\n") else None
-
-    def clear(self) -> None:
-        self._path.unlink(missing_ok=True)
-
-    def _descriptor(self, mode: int) -> int:
-        # On NFS, only opening it with O_CREAT shows at once whether another host has made it.
-        descriptor = os.open(self._path, mode | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        if os.fstat(descriptor).st_uid != os.getuid():
-            os.close(descriptor)
-            raise ConfigurationError(
-                f"{self._path} must be a file of this user, but is not. Remove it, or choose another file."
-            )
-        return descriptor
-
-
 class KnownBoard(Board):
     """The address is known before: `place`, of which rank 0 takes the first port that is free."""
 
@@ -190,7 +150,7 @@ def given_board(launch: Launch, env: Mapping[str, str]) -> Board:
     method = str(launch.init_method)
     url = urlsplit(method)
     if url.scheme == "file":
-        return FileBoard(launch, env, Path(url.path))
+        return cast(Board, needed("file_board")(launch, env, Path(url.path)))
     try:
         host, port = url.hostname or env["MASTER_ADDR"], url.port or int(env["MASTER_PORT"])
     except (KeyError, ValueError):

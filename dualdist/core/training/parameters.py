@@ -1,10 +1,10 @@
-"""The parameters and buffers of a model: equal ones on all ranks, and their names without wrappers."""
+"""Equal parameters and buffers of a model on all ranks."""
 
 from __future__ import annotations
 
 import functools
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -196,39 +196,3 @@ def _unpack(data: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view(tensor.shape))
-
-
-# The names in the state dict of a wrapped module.
-
-
-def bare_names(
-    module: torch.nn.Module, state: Mapping[str, Any], attribute_of: Callable[[torch.nn.Module], str]
-) -> Mapping[str, Any]:
-    """Return `state`, the state dict of `module`, with the names of the model without its wrappers.
-
-    attribute_of: in which attribute a part of `module` holds what it wraps; "" if it wraps nothing.
-    """
-    parts = module.named_modules(remove_duplicate=False)
-    found = [(name, attribute) for name, part in parts if (attribute := attribute_of(part))]
-    return renamed(state, {".".join(filter(None, path)) for path in found}, lambda name: True)
-
-
-def renamed(
-    state: Mapping[str, Any], hidden: Collection[str], is_wrapped: Callable[[str], bool]
-) -> OrderedDict[str, Any]:
-    """Return `state` without the last part of the paths `hidden`, such as "0.module", and its metadata likewise.
-
-    is_wrapped: whether a name has such a path at all.
-    """
-
-    def rename(name: str) -> str:
-        parts = name.split(".")
-        return ".".join(part for place, part in enumerate(parts, 1) if ".".join(parts[:place]) not in hidden)
-
-    made: OrderedDict[str, Any] = OrderedDict(
-        (rename(name) if is_wrapped(name) else name, value) for name, value in state.items()
-    )
-    if hasattr(state, "_metadata"):
-        versions = {rename(name): value for name, value in state._metadata.items()}
-        made._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    return made
