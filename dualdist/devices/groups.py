@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ..core import accelerator
 from ..core.backends import torch_groups
 from ..core.backends.base import Exchange, Group
-from ..core.backends.torch_groups import TorchGroup, TorchGroups, carried_types, config_text, wrapped
+from ..core.backends.torch_groups import THROUGH_HOST, TorchGroup, TorchGroups, config_text, wrapped
 from ..core.executor import in_thread
 from ..core.process_exit import never_delete, skip_destructors_at_exit
 from ..errors import HorovodInternalError
@@ -48,6 +48,18 @@ def transport_timeout(timeout: timedelta, device: torch.device | None) -> timede
     return timeout if device is None else timeout + _MARGIN
 
 
+def carried_types(config: Mapping[str, str]) -> frozenset[str]:
+    """Return the types of devices whose tensors need no copy to the host."""
+    return frozenset(kind for kind, name in config.items() if kind == "cpu" or name not in THROUGH_HOST)
+
+
+class _GivenUp:
+    """Takes the place of a process group that is aborted: NCCL must get no collective meanwhile."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise HorovodInternalError("this rank has given up its collectives")
+
+
 class DeviceGroup(TorchGroup):
     """A group that torch.distributed has made."""
 
@@ -59,9 +71,9 @@ class DeviceGroup(TorchGroup):
         carried: frozenset[str],
         device: torch.device | None,
     ) -> None:
-        super().__init__(ranks, rank, process_group, carried)
-        self._device = device
-        """The device to which the transport is bound."""
+        """carried: types of devices. device: to which the transport is bound."""
+        super().__init__(ranks, rank, process_group)
+        self._made, self._carried, self._device = process_group, carried, device
         self._abort: Future[None] | None = None
         self._abort_end = math.inf
         """When to stop waiting for `_abort`."""
@@ -73,20 +85,15 @@ class DeviceGroup(TorchGroup):
         """Whether `abort` was called."""
         return self._abort is not None
 
-    @property
-    def _open(self) -> Any:
-        """The process group. Raises HorovodInternalError after `abort`: NCCL must get no collective meanwhile."""
-        if self.is_aborted:
-            raise HorovodInternalError("this rank has given up its collectives")
-        return self._pg
-
     def wire_device(self, device: torch.device) -> torch.device:
+        if device.type not in self._carried:
+            return torch.device("cpu")
         # NCCL refuses tensors on another GPU than its own, as of a model on two of them.
-        is_own_kind = self._device is not None and device.type == self._device.type
-        return self._device if is_own_kind and device.type in self._carried else super().wire_device(device)  # type: ignore[return-value]
+        return self._device if self._device is not None and device.type == self._device.type else device
 
     def set_timeout(self, timeout: timedelta) -> None:
-        super().set_timeout(transport_timeout(timeout, self._device))
+        if not self.is_aborted:
+            super().set_timeout(transport_timeout(timeout, self._device))
 
     def abort(self) -> None:
         """Begin to end the kernels of NCCL, which otherwise wait for a dead peer until the timeout.
@@ -94,18 +101,19 @@ class DeviceGroup(TorchGroup):
         In a thread: NCCL may wait until the kernel of another communicator ends, which is aborted next
         (https://github.com/pytorch/pytorch/issues/119797).
         """
-        if self._pg is None or self._device is None or self.is_aborted:
+        made = self._made
+        if made is None or self._device is None or self.is_aborted:
             return
-        self._abort_end = time.monotonic() + _ABORT_SECONDS
-        self._abort = _abort_once(self._pg, functools.partial(_abort_device_part, self._pg, self._device))
+        self._abort_end, self._pg = time.monotonic() + _ABORT_SECONDS, _GivenUp()
+        self._abort = _abort_once(made, functools.partial(_abort_device_part, made, self._device))
 
     def close(self) -> None:
-        process_group = self._pg
-        if self._abort is None or process_group is None or not dist.is_initialized():
-            super().close()
+        process_group, self._made, self._pg = self._made, None, None
+        if process_group is None or not dist.is_initialized():
             return
-        self._pg = None
-        if self.abort_ends():
+        if self._abort is None:
+            dist.destroy_process_group(process_group)  # it waits for the collectives of the group
+        elif self.abort_ends():
             abort_process_group(process_group)
         else:
             self.is_stuck = True
@@ -212,7 +220,9 @@ class DeviceGroups(TorchGroups):
 
     _groups: list[DeviceGroup]  # type: ignore[assignment]
 
-    def _made(self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool) -> list[Group]:
+    def _connected(
+        self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool
+    ) -> list[Group]:
         make = self._make_members_group if among_members else self._make_group
         return [make(ranks) for _ in range(count)]
 

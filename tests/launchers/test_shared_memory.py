@@ -50,9 +50,9 @@ def start(name, switch, group, make=make_memory):
 
 Connections.allgather_messages = counted
 start("on", "1", "HostGroup")
-start("off", "0", "DirectGroup")
-start("off on one rank", "1" if os.environ["RANK"] == "0" else "0", "DirectGroup")
-start("no memory", "1", "DirectGroup", no_memory)
+start("off", "0", "TorchGroup")
+start("off on one rank", "1" if os.environ["RANK"] == "0" else "0", "TorchGroup")
+start("no memory", "1", "TorchGroup", no_memory)
 """
 
 

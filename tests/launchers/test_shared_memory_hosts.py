@@ -19,7 +19,7 @@ from dualdist.core.world.process_sets import channel_of
 hvd.init(backend="torch", transport=sys.argv[1])
 rank, size = hvd.rank(), hvd.size()
 whole, of_one_host, across = hvd.global_process_set, hvd.add_process_set([0, 1]), hvd.add_process_set([0, size - 1])
-for members, name in ((whole, "HierarchicalGroup"), (of_one_host, "HostGroup"), (across, "DirectGroup")):
+for members, name in ((whole, "HierarchicalGroup"), (of_one_host, "HostGroup"), (across, "TorchGroup")):
     if rank in members.ranks:
         assert type(channel_of(members).group).__name__ == name
         total = hvd.allreduce(torch.full((300_001,), rank + 1.0), op=hvd.Sum, process_set=members)
@@ -63,7 +63,7 @@ def make_memory(size):
 if own_node().startswith("beta"):
     shared_memory.make_memory = make_memory
 hvd.init(backend="torch", transport=sys.argv[1])
-assert type(channel_of(hvd.global_process_set).group).__name__ == "DirectGroup"
+assert type(channel_of(hvd.global_process_set).group).__name__ == "TorchGroup"
 assert torch.equal(hvd.allreduce(torch.ones(300_001), op=hvd.Sum), torch.full((300_001,), hvd.size() + 0.0))
 print("all right")
 """

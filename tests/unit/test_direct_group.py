@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from dualdist.core.backends.torch_groups import DirectGroup
+from dualdist.core.backends.torch_groups import direct_group
 
 
 @pytest.mark.parametrize("size", [2, 8, 9, 16])
@@ -17,7 +17,7 @@ def test_each_member_of_a_small_or_large_group_gets_all_messages_in_rank_order(s
     rounds = 3
 
     def run(rank: int) -> list[list[bytes]]:
-        group = DirectGroup("gloo", store, "test", range(size), rank, timedelta(seconds=60))
+        group = direct_group("gloo", store, "test", range(size), rank, timedelta(seconds=60))
         try:
             return [group.allgather_bytes(b"%d.%03d" % (number, rank)) for number in range(rounds)]
         finally:

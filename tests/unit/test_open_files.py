@@ -8,7 +8,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dualdist.core.backends.torch_groups import TorchGroups, allow_open_files
+from dualdist.core.backends.torch_groups import allow_open_files
+from dualdist.devices.groups import DeviceGroups
 from dualdist.errors import ConfigurationError
 
 
@@ -47,9 +48,9 @@ def test_a_limit_that_is_too_low_is_raised_to_what_the_world_needs(monkeypatch: 
 def test_the_limit_is_raised_for_each_later_group_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Limits(1024, 1 << 20)
     monkeypatch.setattr("dualdist.core.meeting.server.resource", limits)
-    monkeypatch.setattr(TorchGroups, "_make_group", lambda self, ranks: None)
+    monkeypatch.setattr(DeviceGroups, "_make_group", lambda self, ranks: None)
     config = {"cpu": "gloo", "cuda": "nccl"}
-    groups = TorchGroups(0, config, None, ["a"] * 1000, dist.HashStore(), timedelta(minutes=1), {})
+    groups = DeviceGroups(0, config, None, ["a"] * 1000, dist.HashStore(), timedelta(minutes=1), {})
     groups.make(range(1000), 2, lambda text: [text])
     assert 2 * 1000 < limits.now[0] < 3 * 1000
 

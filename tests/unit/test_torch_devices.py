@@ -16,11 +16,11 @@ from dualdist.core import accelerator
 from dualdist.core.backends import check_transport
 from dualdist.core.backends import torch as backend_module
 from dualdist.core.backends.torch import Offer, TorchBackend, agreed_transport
-from dualdist.core.backends.torch_groups import adopted_config, carried_types, config_of
+from dualdist.core.backends.torch_groups import adopted_config, config_of
 from dualdist.core.types import Launch, Settings
 from dualdist.devices import choice
 from dualdist.devices import groups as device_groups
-from dualdist.devices.groups import DeviceGroups
+from dualdist.devices.groups import DeviceGroups, carried_types
 
 CUDA = {"cpu": "gloo", "cuda": "nccl"}
 NCCLS = ("nccl", "nccl2", "nccl-legacy", "nccl-lazy", "ncclx")

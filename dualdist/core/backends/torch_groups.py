@@ -68,6 +68,8 @@ _CPU = "gloo"
 """What carries tensors on the CPU beside a transport for accelerators."""
 _MPI = "mpi4py"
 """Our backend over MPI: torch has one called mpi, which only a torch that was built with MPI can use."""
+THROUGH_HOST = (_CPU, "mpi", _MPI)
+"""They send memory of the host."""
 
 
 def config_of(transport: str) -> dict[str, str]:
@@ -81,12 +83,6 @@ def adopted_config(group: Any = None) -> dict[str, str]:
     """Return what `config_of` does, for a process group of torch, by default that of all ranks. It has the CPU."""
     pairs = [part.split(":", 1) for part in dist.get_backend_config(group).split(",")]
     return {"cpu": _CPU, **dict(pairs)}
-
-
-def carried_types(config: Mapping[str, str]) -> frozenset[str]:
-    """Return the types of devices whose tensors need no copy to the host."""
-    through_host = (_CPU, "mpi", _MPI)
-    return frozenset(kind for kind, name in config.items() if kind == "cpu" or name not in through_host)
 
 
 class _TorchWork(Work):
@@ -124,24 +120,15 @@ class _TorchWork(Work):
 
 
 class TorchGroup(Group):
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        rank: int,
-        process_group: Any,
-        carried: frozenset[str],
-    ) -> None:
+    """A process group of gloo or MPI for tensors on the CPU, which torch.distributed does not know."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, process_group: Any) -> None:
+        """process_group: None on a rank that is not a member."""
         super().__init__(ranks, rank)
         self._pg = process_group
-        self._carried = carried
-
-    @property
-    def _open(self) -> Any:
-        """The process group."""
-        return self._pg
 
     def wire_device(self, device: torch.device) -> torch.device:
-        return device if device.type in self._carried else torch.device("cpu")
+        return torch.device("cpu")
 
     def _started(self, work: dist.Work, tensor: torch.Tensor) -> Work:
         if self.keeps_last:
@@ -152,7 +139,7 @@ class TorchGroup(Group):
         options = dist.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[op]
         with wrapped():
-            return self._started(self._open.allreduce([tensor], options), tensor)
+            return self._started(self._pg.allreduce([tensor], options), tensor)
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         return self._broadcast([tensor], root)
@@ -166,17 +153,17 @@ class TorchGroup(Group):
         options = dist.BroadcastOptions()
         options.rootRank = root
         with wrapped():
-            return self._started(self._open.broadcast(tensors, options), tensors[0])
+            return self._started(self._pg.broadcast(tensors, options), tensors[0])
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         with wrapped():
-            return self._started(self._open._allgather_base(output, tensor), tensor)
+            return self._started(self._pg._allgather_base(output, tensor), tensor)
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work:
         with wrapped():
-            work = self._open.alltoall_base(output, tensor, list(received), list(sent))
+            work = self._pg.alltoall_base(output, tensor, list(received), list(sent))
         return self._started(work, tensor)
 
     def allgather_bytes(self, message: bytes) -> list[bytes]:
@@ -198,9 +185,9 @@ class TorchGroup(Group):
             set_group_timeout(self._pg, timeout)
 
     def close(self) -> None:
-        process_group, self._pg = self._pg, None
-        if process_group is not None and dist.is_initialized():
-            dist.destroy_process_group(process_group)  # it waits for the collectives of the group
+        pg, self._pg = self._pg, None
+        if hasattr(pg, "shutdown"):  # before torch 2.7, gloo has none: the group ends with its last reference
+            pg.shutdown()
 
 _aborts: weakref.WeakKeyDictionary[Any, tuple[Future[None], float]] = weakref.WeakKeyDictionary()
 """The aborts of process groups that have begun, and until when to wait for each.
@@ -223,38 +210,23 @@ def set_group_timeout(process_group: Any, timeout: timedelta) -> None:
 # members of a group would use different names if these numbers differ.
 
 _DIRECT_KINDS = ("gloo", "mpi4py")
-"""torch's names of the backends that DirectGroup supports."""
+"""torch's names of the backends that `direct_group` supports."""
 
 
-class DirectGroup(TorchGroup):
-    """A group of gloo or MPI for tensors on the CPU, which torch.distributed does not know."""
+def direct_group(
+    kind: str, store: dist.Store, name: str, ranks: Sequence[int], rank: int, timeout: timedelta
+) -> TorchGroup:
+    """Return a group of some ranks. Collective over `ranks` alone.
 
-    def __init__(
-        self, kind: str, store: dist.Store, name: str, ranks: Sequence[int], rank: int, timeout: timedelta
-    ) -> None:
-        """Connect the members. Collective over `ranks` alone.
-
-        store: shared by the members. name: the same on all members, and used once.
-        """
-        place, own_store = list(ranks).index(rank), dist.PrefixStore(name, store)
-        with wrapped():
-            own = (
-                dist.ProcessGroupGloo(own_store, place, len(ranks), timeout)
-                if kind == "gloo"
-                else _mpi_group(own_store, name, place, len(ranks), timeout)
-            )
-        super().__init__(ranks, rank, own, frozenset({"cpu"}))
-
-    def close(self) -> None:
-        pg, self._pg = self._pg, None
-        if hasattr(pg, "shutdown"):  # before torch 2.7, gloo has none: the group ends with its last reference
-            pg.shutdown()
-
-
-def _mpi_group(store: dist.Store, name: str, place: int, size: int, timeout: timedelta) -> Any:
-    return needed("mpi_transport").create(
-        SimpleNamespace(store=store, group_id=name, timeout=timeout, group_rank=place, group_size=size)
-    )
+    store: shared by the members. name: the same on all members, and used once.
+    """
+    place, own_store, size = list(ranks).index(rank), dist.PrefixStore(name, store), len(ranks)
+    with wrapped():
+        if kind == "gloo":
+            return TorchGroup(ranks, rank, dist.ProcessGroupGloo(own_store, place, size, timeout))
+        options = {"store": own_store, "group_id": name, "timeout": timeout}
+        given = SimpleNamespace(**options, group_rank=place, group_size=size)
+        return TorchGroup(ranks, rank, needed("mpi_transport").create(given))
 
 
 _NAME_BYTES = 8
@@ -391,13 +363,15 @@ class TorchGroups:
         """Return what `Backend.new_groups` does."""
         if self._rank in ranks:
             raise_file_limit(count * len(ranks))  # Gloo connects all members
-        made = self._made(ranks, count, exchange, among_members)
+        made = self._connected(ranks, count, exchange, among_members)
         self._groups += made
         return made
 
-    def _made(self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool) -> list[Group]:
+    def _connected(
+        self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool
+    ) -> list[Group]:
         if self._rank not in ranks:
-            return [TorchGroup(ranks, self._rank, None, carried_types(self._config)) for _ in range(count)]
+            return [TorchGroup(ranks, self._rank, None) for _ in range(count)]
         if (share_host := extension("shared_memory")) is None:
             return connected(ranks, exchange, count, self._connect)[1]
         # Without torch's default group, and on one host also without connections.
@@ -407,9 +381,8 @@ class TorchGroups:
 
     def _connect(self, name: str, ranks: Sequence[int]) -> Group:
         """Return a group over `ranks`, for tensors on the CPU. Collective over `ranks` alone."""
-        return DirectGroup(
-            self._config["cpu"], connect_again(self._store), name, ranks, self._rank, self._timeout
-        )
+        place = ranks, self._rank, self._timeout
+        return direct_group(self._config["cpu"], connect_again(self._store), name, *place)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later collectives. Local."""
