@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -84,8 +84,12 @@ def init(
             env["DUALDIST_STALL_TIMEOUT_SECONDS"] = str(timeout)
         settings = read_settings(env)
         place = {"init_method": init_method, "rank": rank, "size": world_size}
-        launched = needed("launched") if comm is not None else extension("launched") or _launched
-        with launched(place, env, settings.start_timeout_seconds, comm) as launch:
+        launched = extension("launched") if comm is None else needed("launched")
+        if launched is None:
+            joining = contextlib.nullcontext(launch_from(place, env))
+        else:  # with MPI
+            joining = launched(place, env, settings.start_timeout_seconds, comm)
+        with joining as launch:
             context = join_world(backend, transport, launch, env, settings)
         context.arguments = given | {"comm": comm, "process_sets": sets}  # lists, since iterators have ended
         try:
@@ -118,14 +122,6 @@ def _checked(comm: Any, process_sets: Any, backend: Any, transport: Any) -> tupl
         if value is not None:
             text(name, value)
     return comm, sets
-
-
-@contextlib.contextmanager
-def _launched(
-    place: Mapping[str, Any], env: Mapping[str, str], seconds: float, comm: None
-) -> Iterator[Launch]:
-    """Yield the launch that `place` and `env` describe. With MPI, mpi/communicators.py does it."""
-    yield launch_from(place, env)
 
 
 def _check_joined(**given: str | int | None) -> None:

@@ -6,6 +6,7 @@ torch's sharding takes meshes: fully_shard, parallelize_module and others.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,8 +50,10 @@ def process_set_of(ranks: Sequence[int], name: str) -> ProcessSet:
             return known  # type: ignore[no-any-return]
     if context.world.rank not in ranks:
         raise ValueError(f"`{name}` must have this rank, {context.world.rank}, but has {own.ranks} instead.")
-    own.process_set_id = context.add_members_channel(own.ranks or [])
-    context.process_sets[own.process_set_id] = own
+    # A negative number, the same on all members without a message.
+    own.process_set_id = set_id = -1 - zlib.crc32(repr(own.ranks).encode())
+    context.open_channel(set_id, own.ranks or [], among_members=True)
+    context.process_sets[set_id] = own
     return own
 
 

@@ -99,13 +99,9 @@ class Observers:
             return tuple([getattr(one, name) for one in observers if getattr(type(one), name) is not event])
 
         self.all = tuple(observers)
-        self.called, self.begun, self.agreeing = (
-            of(Observer.called),
-            of(Observer.begun),
-            of(Observer.agreeing),
-        )
-        self.agreed, self.sent, self.ended = of(Observer.agreed), of(Observer.sent), of(Observer.ended)
-        self.interrupted = of(Observer.interrupted)
+        self.called, self.begun, self.ended = of(Observer.called), of(Observer.begun), of(Observer.ended)
+        self.agreeing, self.agreed = of(Observer.agreeing), of(Observer.agreed)
+        self.sent, self.interrupted = of(Observer.sent), of(Observer.interrupted)
         self.waited, self.waited_for_data = of(Observer.waited), of(Observer.waited_for_data)
         self.note, self.explain, self.cause = of(Observer.note), of(Observer.explain), of(Observer.cause)
         self.others_gave_up = of(Observer.others_gave_up)

@@ -482,11 +482,6 @@ class BucketMemory:
             if kind & SPARSE
         }
 
-    def clear_gradients(self) -> None:
-        """Set the gradients that lie in this memory to None."""
-        for index in self.held():
-            self._tensors[self._places[index]].grad = None
-
     @property
     def is_kept(self) -> bool:
         """Whether gradients that the script may know lay here when `pack` was called."""

@@ -58,11 +58,6 @@ class SyncOptions:
         """Whether a copy decompresses: it casts. A compressor of the user may do more."""
         return self.compression in (Compression.none, Compression.fp16, Compression.bf16)
 
-    @property
-    def can_reorder(self) -> bool:
-        """Whether other gradients may share a bucket later: a hook or compressor of the user may remember each."""
-        return self.only_casts if self.comm_hook is None else bool(self.comm_hook.only_starts)
-
     def divides_first(self, dtype: torch.dtype, group: Group) -> bool:
         """Return whether an average divides gradients while they are copied, before the sum, as in DDP.
 

@@ -504,7 +504,11 @@ class Reducer:
         channel, changes = self._channel, self.changes
         order: Sequence[int] = ()
         if self._next is not None and channel.gradients.rank == 0:
-            must_stay = not self.options.can_reorder or any(sent.memory.is_kept for sent in self._sent)
+            hook = (
+                self.options.comm_hook
+            )  # one of the user, or a compressor, may remember what is in each bucket
+            is_plain = self.options.only_casts if hook is None else hook.only_starts
+            must_stay = not is_plain or any(sent.memory.is_kept for sent in self._sent)
             order = self._next.after(arrived, self.layout, must_stay)
         call = self._announcement(channel, array("i", order).tobytes())
         for sent in self._sent:
@@ -638,7 +642,8 @@ class Reducer:
                 self.used.update(memory.contributed(kinds))
                 memory.set_gradients(kinds)
             else:
-                memory.clear_gradients()
+                for index in memory.held():
+                    self.layout.params[index].tensor.grad = None
             if settled and max(kinds) & SPARSE:
                 sparse |= memory.dense_parts(kinds)
         for index, dense_part in sorted(sparse.items()):

@@ -12,8 +12,6 @@ import contextlib
 import functools
 import gc
 import os
-import time
-import zlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -94,16 +92,11 @@ class Context:
         """Open a channel for a process set of `ranks` and return its ID. Collective over the world."""
         set_id = self._next_set
         self._next_set += 1
-        self._open_channel(set_id, ranks, among_members=False)
+        self.open_channel(set_id, ranks, among_members=False)
         return set_id
 
-    def add_members_channel(self, ranks: Sequence[int]) -> int:
-        """Open a channel for `ranks` and return its ID, which is negative. Collective over `ranks` alone."""
-        set_id = -1 - zlib.crc32(repr(list(ranks)).encode())  # the same on all members, without a message
-        self._open_channel(set_id, ranks, among_members=True)
-        return set_id
-
-    def _open_channel(self, set_id: int, ranks: Sequence[int], *, among_members: bool) -> None:
+    def open_channel(self, set_id: int, ranks: Sequence[int], *, among_members: bool) -> None:
+        """Open the channel of a process set. Collective over the world, or over `ranks` alone if `among_members`."""
         backend, name, seconds = self.backend, f"set {set_id}", self.settings.start_timeout_seconds
         connections = Connections(
             backend.listener,
