@@ -16,7 +16,7 @@ from .core.agreement.matching import Verdict
 from .core.backends.base import Group
 from .core.checks import items
 from .core.collectives.alltoall import check_splits, describe_rows
-from .core.collectives.broadcast import Broadcast, plan_broadcast
+from .core.collectives.broadcast import broadcast_gradient, plan_broadcast
 from .core.collectives.objects import NO_BYTES, dump, load
 from .core.collectives.plan import (
     Plan,
@@ -111,26 +111,14 @@ def gather(
     Raises ValueError and HorovodInternalError as `allreduce` does.
     """
     plan = plan_gather(tensor, root_rank, name, process_set=process_set)
-    rows, _ = plan.run(Gather)
+    rows, _ = plan.run(gather_gradient)
     return rows
 
 
-@not_compiled
-class Gather(torch.autograd.Function):
-    """The gradient of gather: each rank gets its own rows of the root's gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, plan: Plan[tuple[torch.Tensor, list[int]]], tensor: torch.Tensor
-    ) -> tuple[torch.Tensor, list[int]]:
-        rows, ctx.counts = plan.run()
-        ctx.root_rank, ctx.process_set, ctx.shape = root_of(plan), plan.process_set, tensor.shape
-        return rows, ctx.counts
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
-        plan = plan_scatter(grad, ctx.root_rank, ctx.counts, process_set=ctx.process_set)
-        return None, plan.run(Scatter).reshape(ctx.shape)
+def gather_gradient(ran: Any, grad: torch.Tensor, _: Any) -> Sequence[torch.Tensor]:
+    """Return the gradient of gather: each rank gets its own rows of the root's gradient."""
+    plan = plan_scatter(grad, root_of(ran), ran.numbers, process_set=ran.process_set)
+    return [plan.run(scatter_gradient).reshape(ran.shapes[0])]
 
 
 @not_compiled
@@ -158,25 +146,16 @@ def scatter(
     Raises ValueError and HorovodInternalError as `allreduce` does.
     """
     plan = plan_scatter(tensor, root_rank, splits, name, process_set=process_set)
-    return plan.run(Scatter)
+    return plan.run(scatter_gradient)
 
 
-@not_compiled
-class Scatter(torch.autograd.Function):
-    """The gradient of scatter: the root gets the gradients of all ranks, the other ranks get zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: Plan[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-        ctx.root_rank, ctx.process_set, ctx.shape = root_of(plan), plan.process_set, tensor.shape
-        return plan.run()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        plan = plan_gather(grad, ctx.root_rank, process_set=ctx.process_set)
-        rows, _ = plan.run(Gather)
-        back = grad.new_zeros(ctx.shape)
-        back[: len(rows)] = rows
-        return None, back
+def scatter_gradient(ran: Any, grad: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the gradient of scatter: the root gets the gradients of all ranks, the other ranks get zeros."""
+    plan = plan_gather(grad, root_of(ran), process_set=ran.process_set)
+    rows, _ = plan.run(gather_gradient)
+    back = grad.new_zeros(ran.shapes[0])
+    back[: len(rows)] = rows
+    return [back]
 
 
 @planned(REDUCE)
@@ -230,31 +209,22 @@ def reduce(
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reduce(tensor, root_rank, reduction, name, process_set=process_set)
-    return plan.run(Reduce)
+    is_recorded = torch.is_grad_enabled() and tensor.requires_grad
+    if is_recorded and Reduction.of(plan.call).op not in (Sum, Average):
+        raise NotImplementedError(
+            "`reduce` is differentiable for Sum and Average. Use allreduce for other ops."
+        )
+    return plan.run(reduce_gradient)
 
 
-@not_compiled
-class Reduce(torch.autograd.Function):
-    """The gradient of reduce for Sum and Average: the root's gradient on every rank, scaled like the values."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: Plan[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-        ctx.reduction, ctx.root_rank = Reduction.of(plan.call), root_of(plan)
-        ctx.process_set = plan.process_set
-        if ctx.reduction.op not in (Sum, Average):
-            raise NotImplementedError(
-                "`reduce` is differentiable for Sum and Average. Use allreduce for other ops."
-            )
-        return plan.run()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        reduction, process_set = ctx.reduction, ctx.process_set
-        plan = plan_broadcast(grad, ctx.root_rank, process_set=process_set)
-        back = plan.run(Broadcast, Sum)
-        divisor = channel_of(process_set).group.size if reduction.op == Average else 1
-        scale_(back, reduction.prescale_factor * reduction.postscale_factor / divisor)
-        return None, back
+def reduce_gradient(ran: Any, grad: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the gradient of reduce for Sum and Average: the root's on every rank, scaled like the values."""
+    reduction = Reduction.of(ran.call)
+    plan = plan_broadcast(grad, root_of(ran), process_set=ran.process_set)
+    back = plan.run(broadcast_gradient, Sum)
+    divisor = channel_of(ran.process_set).group.size if reduction.op == Average else 1
+    scale_(back, reduction.prescale_factor * reduction.postscale_factor / divisor)
+    return [back]
 
 
 @planned(GATHER_OBJECT)

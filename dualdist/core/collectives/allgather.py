@@ -13,7 +13,7 @@ from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import Average
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
-from .allreduce import Allreduce, plan_allreduce
+from .allreduce import allreduce_gradient, plan_allreduce
 from .plan import Plan, check_tensors, make_call, planned
 from .reduction import Reduction
 from .wire import allgather_rows, dtype_name
@@ -77,7 +77,7 @@ def allgather(
     Raises ValueError and HorovodInternalError as `allreduce` does.
     """
     plan = plan_allgather([tensor], name, process_set=process_set)
-    gathered: torch.Tensor = plan.run(Allgather, gradient)[0]
+    gathered: torch.Tensor = plan.run(allgather_gradient, gradient)[0]
     return gathered
 
 
@@ -107,7 +107,7 @@ def grouped_allgather(
     but not in device.
     """
     plan = plan_allgather(tensors, name, grouped=True, process_set=process_set)
-    return plan.run(Allgather, gradient)[:-1]
+    return plan.run(allgather_gradient, gradient)[:-1]
 
 
 @not_compiled
@@ -123,27 +123,13 @@ def grouped_allgather_async(
     )
 
 
-@not_compiled
-class Allgather(torch.autograd.Function):
-    """The gradient of allgather and grouped_allgather.
+def allgather_gradient(ran: Any, *grads: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the gradients of allgather and grouped_allgather.
 
     This rank's rows of the average of all ranks' gradients (horovod/torch/mpi_ops.py:630), or of their sum.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, plan: Plan[tuple[Any, ...]], gradient: int, *tensors: torch.Tensor
-    ) -> tuple[Any, ...]:
-        *whole, ctx.starts = plan.run()
-        ctx.process_set, ctx.gradient = plan.process_set, gradient
-        ctx.shapes = [tensor.shape for tensor in tensors]
-        return *whole, ctx.starts
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        plan = plan_allreduce(grads[:-1], Reduction(ctx.gradient), grouped=True, process_set=ctx.process_set)
-        own = [
-            total.narrow(0, start, shape[0] if shape else 1).reshape(shape)
-            for total, start, shape in zip(plan.run(Allreduce), ctx.starts, ctx.shapes, strict=True)
-        ]
-        return None, None, *own
+    plan = plan_allreduce(grads[:-1], Reduction(ran.gradient), grouped=True, process_set=ran.process_set)
+    return [
+        total.narrow(0, start, shape[0] if shape else 1).reshape(shape)
+        for total, start, shape in zip(plan.run(allreduce_gradient), ran.numbers, ran.shapes, strict=True)
+    ]

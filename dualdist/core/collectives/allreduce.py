@@ -57,7 +57,7 @@ def plan_allreduce(
             reduce_tensors(group, outputs, reduction)
         return outputs
 
-    return Plan(process_set, channel, call, execute, sent, restore)
+    return Plan(process_set, channel, call, execute, sent, restore, reduction.op in (Min, Max, Product))
 
 
 def _op_of_average(average: Any, op: Op | None) -> int:
@@ -113,7 +113,7 @@ def allreduce(
     plan = plan_allreduce(
         [tensor], reduction, name, average=average, compression=compression, process_set=process_set
     )
-    return plan.run(Allreduce)[0]
+    return plan.run(allreduce_gradient)[0]
 
 
 @not_compiled
@@ -201,7 +201,7 @@ def grouped_allreduce(
         grouped=True,
         process_set=process_set,
     )
-    outputs = plan.run(Allreduce)
+    outputs = plan.run(allreduce_gradient)
     return list(outputs)
 
 
@@ -266,35 +266,23 @@ def grouped_allreduce_async_(
     return plan.submit()
 
 
-@not_compiled
-class Allreduce(torch.autograd.Function):
-    """The gradient of allreduce and grouped_allreduce.
+def allreduce_gradient(ran: Any, *grads: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the gradients of allreduce and grouped_allreduce.
 
     Sum, Average and Adasum: the same reduction of the gradients (horovod/torch/mpi_ops.py:194). Min and Max: the sum
     of the gradients, on the ranks that have the extreme value; several such ranks share it equally. Product: the sum of
     the gradients, times the product of the other ranks' values.
     """
-
-    @staticmethod
-    def forward(ctx: Any, plan: Plan[Tensors], *tensors: torch.Tensor) -> Tensors:
-        outputs = plan.run()
-        ctx.reduction, ctx.process_set = Reduction.of(plan.call), plan.process_set
-        if ctx.reduction.op in (Min, Max, Product):
-            ctx.save_for_backward(*tensors)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        reduction, process_set, grouped = ctx.reduction, ctx.process_set, len(grads) > 1
-        op, prescale, postscale = reduction
-        if op in (Average, Sum, Adasum):
-            plan = plan_allreduce(grads, reduction, grouped=grouped, process_set=process_set)
-            return None, *plan.run(Allreduce)
-        summed = Reduction(Sum, postscale_factor=prescale * postscale)
-        totals = plan_allreduce(grads, summed, grouped=grouped, process_set=process_set).run()
-        share = {Min: _share_of_extreme, Max: _share_of_extreme, Product: _product_of_others}[op]
-        shares = [share(tensor.detach() * prescale, op, process_set) for tensor in ctx.saved_tensors]
-        return None, *(total * part for total, part in zip(totals, shares, strict=True))
+    reduction, process_set, grouped = Reduction.of(ran.call), ran.process_set, len(grads) > 1
+    op, prescale, postscale = reduction
+    if op in (Average, Sum, Adasum):
+        plan = plan_allreduce(grads, reduction, grouped=grouped, process_set=process_set)
+        return plan.run(allreduce_gradient)
+    summed = Reduction(Sum, postscale_factor=prescale * postscale)
+    totals = plan_allreduce(grads, summed, grouped=grouped, process_set=process_set).run()
+    share = {Min: _share_of_extreme, Max: _share_of_extreme, Product: _product_of_others}[op]
+    shares = [share(tensor.detach() * prescale, op, process_set) for tensor in ran.saved_tensors]
+    return [total * part for total, part in zip(totals, shares, strict=True)]
 
 
 def _share_of_extreme(tensor: torch.Tensor, op: int, process_set: ProcessSetLike) -> torch.Tensor:

@@ -57,16 +57,15 @@ ALLTOALL = Kind("alltoall", "ALLTOALL")
 @planned(ALLTOALL)
 def plan_alltoall(
     tensor: torch.Tensor, splits: Any, name: str | None = None, *, process_set: ProcessSetLike
-) -> Plan[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the plan of an alltoall. Its result: the received rows, and their number from each rank, (size,) int32."""
+) -> Plan[tuple[torch.Tensor, list[int]]]:
+    """Return the plan of an alltoall. Its result: the received rows, and their number from each rank."""
     channel = channel_of(process_set)
     check_rows(tensor)
     counts = check_splits(tensor, splits, channel.group.size)
     call = make_call(ALLTOALL, name, count=sum(counts), **describe_rows(tensor))
 
-    def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, received = alltoall_rows(group, tensor, counts, verdict.counts)
-        return rows, torch.tensor(received, dtype=torch.int32, device="cpu")
+    def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, list[int]]:
+        return alltoall_rows(group, tensor, counts, verdict.counts)
 
     return Plan(process_set, channel, call, execute, [tensor])
 
@@ -94,7 +93,7 @@ def alltoall(
     Raises ValueError and HorovodInternalError as `allreduce` does.
     """
     plan = plan_alltoall(tensor, splits, name, process_set=process_set)
-    rows, counts = plan.run(Alltoall)
+    rows, counts = plan.run(alltoall_gradient)
     return rows if splits is None else (rows, _on_device_of(splits, counts))
 
 
@@ -113,27 +112,16 @@ def alltoall_async(
     return plan.submit(lambda result: (result[0], _on_device_of(splits, result[1])))
 
 
-def _on_device_of(splits: Any, counts: torch.Tensor) -> torch.Tensor:
-    return counts.to(splits.device) if isinstance(splits, torch.Tensor) else counts
+def _on_device_of(splits: Any, counts: Sequence[int]) -> torch.Tensor:
+    device = splits.device if isinstance(splits, torch.Tensor) else "cpu"
+    return torch.tensor(counts, dtype=torch.int32, device=device)
 
 
-@not_compiled
-class Alltoall(torch.autograd.Function):
-    """The gradient of alltoall: each row goes back to its rank (horovod/torch/mpi_ops.py:960)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, plan: Plan[tuple[torch.Tensor, torch.Tensor]], tensor: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, counts = plan.run()
-        ctx.process_set, ctx.counts, ctx.num_rows = plan.process_set, counts.tolist(), tensor.shape[0]
-        ctx.mark_non_differentiable(counts)
-        return rows, counts
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
-        plan = plan_alltoall(grad, ctx.counts, process_set=ctx.process_set)
-        back, _ = plan.run(Alltoall)
-        if len(back) < ctx.num_rows:  # Rows beyond the splits were not sent.
-            back = torch.cat([back, back.new_zeros(ctx.num_rows - len(back), *back.shape[1:])])
-        return None, back
+def alltoall_gradient(ran: Any, grad: torch.Tensor, _: Any) -> Sequence[torch.Tensor]:
+    """Return the gradient of alltoall: each row goes back to its rank (horovod/torch/mpi_ops.py:960)."""
+    plan = plan_alltoall(grad, ran.numbers, process_set=ran.process_set)
+    back, _ = plan.run(alltoall_gradient)
+    rows = ran.shapes[0][0]
+    if len(back) < rows:  # Rows beyond the splits were not sent.
+        back = torch.cat([back, back.new_zeros(rows - len(back), *back.shape[1:])])
+    return [back]

@@ -13,7 +13,7 @@ from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import Average
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
-from .allreduce import Allreduce, plan_allreduce
+from .allreduce import allreduce_gradient, plan_allreduce
 from .plan import Plan, channel_and_root, check_tensor, make_call, planned, root_of
 from .reduction import Reduction, bytes_of
 from .wire import broadcast_into, dtype_name, from_bytes
@@ -100,7 +100,7 @@ def broadcast(
     Raises ValueError and HorovodInternalError as `allreduce` does.
     """
     plan = plan_broadcast(tensor, root_rank, name, process_set=process_set)
-    return plan.run(Broadcast, gradient)
+    return plan.run(broadcast_gradient, gradient)
 
 
 @not_compiled
@@ -145,23 +145,12 @@ def broadcast_async_(
     return plan_broadcast(tensor, root_rank, name, in_place=True, process_set=process_set).submit()
 
 
-@not_compiled
-class Broadcast(torch.autograd.Function):
-    """The gradient of broadcast.
+def broadcast_gradient(ran: Any, grad: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the gradient of broadcast.
 
     The average over the ranks on the root, else 0 (horovod/torch/mpi_ops.py:813), or the sum in place of the average.
     """
-
-    @staticmethod
-    def forward(ctx: Any, plan: Plan[torch.Tensor], gradient: int, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.root_rank, ctx.process_set, ctx.gradient = root_of(plan), plan.process_set, gradient
-        return plan.run()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        process_set = ctx.process_set
-        plan = plan_allreduce([grad], Reduction(ctx.gradient), process_set=process_set)
-        (total,) = plan.run(Allreduce)
-        group = channel_of(process_set).group
-        is_root = group.ranks[group.rank] == ctx.root_rank
-        return None, None, total if is_root else torch.zeros_like(total)
+    plan = plan_allreduce([grad], Reduction(ran.gradient), process_set=ran.process_set)
+    (total,) = plan.run(allreduce_gradient)
+    group = channel_of(ran.process_set).group
+    return [total if group.ranks[group.rank] == root_of(ran) else torch.zeros_like(total)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -38,12 +38,14 @@ class Plan(Generic[T]):
     """What `execute` reads and writes."""
     restore: Callable[[Any], Any] | None = None
     """Changes the result in ways that autograd records, such as decompression."""
+    needs_tensors: bool = False
+    """Whether the gradient is computed from `tensors`."""
 
-    def run(self, function: type[torch.autograd.Function] | None = None, *gradient: int) -> T:
+    def run(self, gradient_of: GradientOf | None = None, *gradient: int) -> T:
         """Agree with the other members, then run the collective. Collective over the process set.
 
         Args:
-            function: what records the gradient if autograd is active; its forward runs the plan. None: nothing.
+            gradient_of: computes the gradient, if autograd is active. None: it is not recorded.
             gradient: for a function that takes it. Average: the gradient as in Horovod. Sum: that of the sum of all
                 ranks' losses.
         """
@@ -52,15 +54,15 @@ class Plan(Generic[T]):
                 with reporting(self.call.kind, self.process_set):
                     fix = "Pass hvd.Sum for the gradient of the sum of all ranks' losses."
                     raise wrong("gradient", "hvd.Average or hvd.Sum", chosen, fix)
-        is_recorded = function is not None and torch.is_grad_enabled()
+        is_recorded = gradient_of is not None and torch.is_grad_enabled()
         if is_recorded and any([tensor.requires_grad for tensor in self.tensors]):
-            result: T = function.apply(self, *gradient, *self.tensors)  # type: ignore[union-attr]
+            result: T = _Recorded.apply(self, gradient_of, gradient, *self.tensors)  # type: ignore[no-untyped-call]
         else:
             execute = self.execute
             if not all([tensor.is_cpu for tensor in self.tensors]):
                 execute = needed("streams").on_streams_of_caller(execute, self.tensors)
             result = self.channel.run(self.call, execute)
-        return result if function is None or self.restore is None else self.restore(result)
+        return result if gradient_of is None or self.restore is None else self.restore(result)
 
     def submit(self, change: Callable[[T], Any] = lambda result: result) -> int:
         """Queue the collective and return a handle. change: makes what `synchronize` returns of the result."""
@@ -71,6 +73,32 @@ class Plan(Generic[T]):
         if not all([tensor.is_cpu for tensor in self.tensors]):
             return new_handle(needed("streams").Started(self.channel, self.call, execute, self.tensors))
         return new_handle(self.channel.submit(self.call, execute))
+
+
+GradientOf = Callable[..., Sequence[torch.Tensor]]
+"""gradient_of(ran, *grads) returns the gradients of a plan's tensors, from those of its result. ran: see _Recorded."""
+
+
+@not_compiled
+class _Recorded(torch.autograd.Function):
+    """A collective whose gradient autograd records."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan[T], gradient_of: GradientOf, gradient: Sequence[int], *tensors: torch.Tensor
+    ) -> T:
+        result: Any = plan.run()
+        ctx.gradient_of, ctx.gradient = gradient_of, gradient[0] if gradient else None
+        ctx.call, ctx.process_set = replace(plan.call, payload=b""), plan.process_set
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        ctx.numbers = result[-1] if isinstance(result, tuple) and isinstance(result[-1], list) else None
+        if plan.needs_tensors:
+            ctx.save_for_backward(*tensors)
+        return result  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None, None, *ctx.gradient_of(ctx, *grads)
 
 
 def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]]:
@@ -110,8 +138,8 @@ def make_call(kind: Kind, name: str | None, count: int = 0, payload: bytes = b""
     return Call(kind, tuple(arguments.items()), name, call_site(), count, payload=payload)
 
 
-def root_of(plan: Plan[Any]) -> int:
-    """Return the root_rank of the call of `plan`."""
+def root_of(plan: Any) -> int:
+    """Return the root_rank of the call of `plan`, or of one that has run (see GradientOf)."""
     root_rank: int = dict(plan.call.arguments)["root_rank"]
     return root_rank
 

@@ -14,8 +14,7 @@ from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import REDUCE_OP_NAMES, Average, Op, Sum
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
-from .allgather import Allgather, plan_allgather
-from .allreduce import Tensors
+from .allgather import allgather_gradient, plan_allgather
 from .compression import Compression, Compressor, compressed
 from .plan import Plan, check_rows, check_tensors, make_call, planned
 from .reduction import Reduction, check_reducible, reduce_tensors, scale_
@@ -90,7 +89,7 @@ def reducescatter(
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter([tensor], reduction, name, compression=compression, process_set=process_set)
-    (output,) = plan.run(Reducescatter, gradient)
+    (output,) = plan.run(reducescatter_gradient, gradient)
     return output
 
 
@@ -132,7 +131,7 @@ def grouped_reducescatter(
     plan = plan_reducescatter(
         tensors, reduction, name, compression=compression, grouped=True, process_set=process_set
     )
-    outputs = plan.run(Reducescatter, gradient)
+    outputs = plan.run(reducescatter_gradient, gradient)
     return list(outputs)
 
 
@@ -154,31 +153,22 @@ def grouped_reducescatter_async(
     return plan.submit()
 
 
-@not_compiled
-class Reducescatter(torch.autograd.Function):
-    """The gradient of reducescatter and grouped_reducescatter.
+def reducescatter_gradient(ran: Any, *grads: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the gradients of reducescatter and grouped_reducescatter.
 
     The gradients of all ranks, gathered, times the number of ranks for Sum (horovod/torch/mpi_ops.py:1070). That is the
     gradient of the sum of all ranks' losses, times the number of ranks.
     """
-
-    @staticmethod
-    def forward(ctx: Any, plan: Plan[Tensors], gradient: int, *tensors: torch.Tensor) -> Tensors:
-        ctx.reduction, ctx.process_set, ctx.gradient = Reduction.of(plan.call), plan.process_set, gradient
-        return plan.run()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        reduction, process_set = ctx.reduction, ctx.process_set
-        factor = reduction.prescale_factor * reduction.postscale_factor
-        if reduction.op == Sum:
-            factor *= channel_of(process_set).group.size
-        if ctx.gradient == Sum:
-            factor /= channel_of(process_set).group.size
-        gathered = []
-        for grad in grads:
-            plan = plan_allgather([grad], process_set=process_set)
-            rows, _ = plan.run(Allgather, ctx.gradient)
-            scale_(rows, factor)
-            gathered.append(rows)
-        return None, None, *gathered
+    reduction, size = Reduction.of(ran.call), channel_of(ran.process_set).group.size
+    factor = reduction.prescale_factor * reduction.postscale_factor
+    if reduction.op == Sum:
+        factor *= size
+    if ran.gradient == Sum:
+        factor /= size
+    gathered = []
+    for grad in grads:
+        plan = plan_allgather([grad], process_set=ran.process_set)
+        rows, _ = plan.run(allgather_gradient, ran.gradient)
+        scale_(rows, factor)
+        gathered.append(rows)
+    return gathered
