@@ -198,12 +198,11 @@ class DefaultGroup(torch_groups.DefaultGroup):
 
     def _destroy(self, own: dist.ProcessGroup, groups: TorchGroups | None) -> None:
         group, self.group = self.group, None
-        are_stuck, are_aborted = (
-            (groups.are_stuck, groups.are_aborted) if isinstance(groups, DeviceGroups) else (False, False)
-        )
-        if group is None or are_stuck or not group.abort_ends():
+        others: list[Any] = [] if groups is None else groups._groups
+        assert group is not None
+        if not group.abort_ends() or any(other.is_stuck for other in others):
             keep_process_groups()
-        elif are_aborted or group.is_aborted:
+        elif group.is_aborted or any(other.is_aborted for other in others):
             abort_process_group()
         else:
             super()._destroy(own, groups)
@@ -217,8 +216,6 @@ _hash_ranks = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
 
 class DeviceGroups(TorchGroups):
     """The groups of one world, made by torch.distributed."""
-
-    _groups: list[DeviceGroup]  # type: ignore[assignment]
 
     def _connected(
         self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool
@@ -266,13 +263,3 @@ class DeviceGroups(TorchGroups):
             # torch counts the groups of a process, and names others by it. Other ranks do not count this one.
             if dist.group.WORLD is world:  # a thread that was abandoned may come here in the next world
                 torch_world.group_count = before
-
-    @property
-    def are_aborted(self) -> bool:
-        """Whether a group was aborted after a failure."""
-        return any(group.is_aborted for group in self._groups)
-
-    @property
-    def are_stuck(self) -> bool:
-        """Whether the abort of a closed group has not ended."""
-        return any(group.is_stuck for group in self._groups)

@@ -56,7 +56,7 @@ class Plan(Generic[T]):
                     raise wrong("gradient", "hvd.Average or hvd.Sum", chosen, fix)
         is_recorded = gradient_of is not None and torch.is_grad_enabled()
         if is_recorded and any([tensor.requires_grad for tensor in self.tensors]):
-            result: T = _Recorded.apply(self, gradient_of, gradient, *self.tensors)  # type: ignore[no-untyped-call]
+            result: T = _Recorded.apply(self, gradient_of, gradient, *self.tensors)
         else:
             execute = self.execute
             if not all([tensor.is_cpu for tensor in self.tensors]):

@@ -33,8 +33,8 @@ What is added to it:
   the sum (`SyncOptions.divides_first`).
 - A gradient that this rank does not have is sent as zeros. The ranks learn from the announcement whether others
   contribute other gradients than before, and only then exchange what they have (`_settle`, Contributions).
-- The announcement of the first rank may have another order of arrival. Then all ranks lay out buckets by it for the
-  next backward (`_next_order`).
+- The announcement of the first rank may have another order of arrival (dualdist/arrival_order.py). Then all ranks lay
+  out buckets by it for the next backward (`_next_order`).
 - A rank that has called `join` learns from the announcement that it must take part (`contribute_nothing`). If a rank
   calls something else, all ranks receive what was sent, and raise an error.
 - Backward may fail, or complete a gradient twice: what was sent is received and dropped (`abandon`).

@@ -163,11 +163,7 @@ class SynchronizedModule(torch.nn.Module):
             broadcast_parameters(named, root_rank, process_set=self._process_set)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients locally in the `with` block. The next backward averages the accumulated gradients.
-
-        What counts is where `backward()` runs, not forward as in torch: a backward outside always averages, also after
-        `model.module(inputs)` or a second time for the same forward, where torch silently leaves local gradients.
-        """
+        """Accumulate gradients locally in the `with` block. The next backward averages the accumulated gradients."""
         return self._combiner.disabled()
 
 
