@@ -177,7 +177,7 @@ class NextOrder:
         self._patience = max(_BACKWARDS_IN_TURN, 2 * self._patience) if order else 0
         self._seen, self._times_seen = (), 0
 
-    def after(self, arrived: Sequence[int], layout: Layout, must_stay: bool) -> Sequence[int]:
+    def after(self, arrived: Sequence[int], layout: Layout, must_stay: Callable[[], bool]) -> Sequence[int]:
         """Return the order after a backward in which gradients have `arrived` in this one; (): as now."""
         is_seen = arrived == self._seen
         if not arrived or (is_seen and not self._times_seen):
@@ -188,7 +188,7 @@ class NextOrder:
             return ()
         order = list(dict.fromkeys([*arrived, *range(len(layout.params))[::-1]]))
         gain = overlap(layout.buckets_in(order), arrived) - overlap(layout.buckets, arrived)
-        if must_stay or gain < _LEAST_GAIN:
+        if gain < _LEAST_GAIN or must_stay():
             self._times_seen, self._patience = 0, max(_BACKWARDS_IN_TURN, self._patience)
             return ()
         return order

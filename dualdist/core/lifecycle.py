@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import ConfigurationError, WorldMismatchError, logger
+from . import accelerator
 from .backends import choose
 from .backends.base import Backend
 from .checks import configuration, integer, items, number, text, wrong
@@ -191,7 +192,8 @@ def _check_numbers(launched: Launch, joined: Backend) -> None:
 
 def _finish_start(context: Context) -> None:
     """Let each rank report where it runs and what it has there, and set this process's numbers. Collective."""
-    launch, backend, devices = context.launch, context.backend, extension("devices")
+    launch, backend, kind = context.launch, context.backend, accelerator.kind()
+    devices = None if kind is None else extension("devices")
     master = (backend.address, context.at_end.enter_context(reserved_port())) if backend.rank == 0 else None
     own = own_node(), launch.local_rank, devices and devices.summary(), context.observation.contact, master
     reports = [json.loads(text) for text in backend.finish_start(json.dumps(own))]

@@ -119,12 +119,14 @@ def warn_of_confined_hosts(views: Sequence[DeviceView]) -> None:
         logger.warning(NO_NVLINK, ", ".join(map(shown_host, confined)))
 
 
-def device_of(rank: int, places: Sequence[Place], summaries: Sequence[tuple[str, int]]) -> torch.device:
-    """Return the device of `rank`, the CPU if it sees none. places, summaries: of all ranks."""
-    views = [
-        DeviceView(*place, [f"{name}.{index}" for index in range(count)])
-        for place, (name, count) in zip(places, summaries, strict=True)
-    ]
+def device_of(
+    rank: int, places: Sequence[Place], summaries: Sequence[tuple[str, int] | None]
+) -> torch.device:
+    """Return the device of `rank`, the CPU if it sees none. places, summaries: of all ranks; None: without devices."""
+    views = []
+    for place, summary in zip(places, summaries, strict=True):
+        name, count = summary or ("", 0)
+        views.append(DeviceView(*place, [f"{name}.{index}" for index in range(count)]))
     index = choose_devices(views)[rank]
     return torch.device("cpu") if index is None else torch.device(str(accelerator.kind()), index)
 

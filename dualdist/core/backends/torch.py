@@ -90,7 +90,7 @@ def _hosts(offers: Sequence[Offer], transport: str) -> list[str]:
 
 
 def _offer(local_rank: int | None, transport: str, *, is_asked: bool) -> Offer:
-    devices, seen = extension("devices"), ((), ())
+    devices, seen = extension("devices") if accelerator.kind() else None, ((), ())
     if devices is not None:
         seen = devices.visible(by_uuid=needs_gpus(transport)), devices.visible()
     return Offer(own_node(), local_rank, seen[0], transport, is_asked, seen[1])
@@ -190,7 +190,7 @@ class TorchBackend(Backend):
         if asked is not None:
             cls.check(asked, launch)
         mpi = "mpi" if launch.starts_mpi and extension("mpi") is not None else _FALLBACK
-        devices = extension("devices")
+        devices = extension("devices") if accelerator.kind() else None
         chosen = asked or (devices and devices.device_transport()) or mpi
         if chosen == "mpi":
             mpi_transport = needed("mpi_transport")

@@ -504,12 +504,7 @@ class Reducer:
         channel, changes = self._channel, self.changes
         order: Sequence[int] = ()
         if self._next is not None and channel.gradients.rank == 0:
-            hook = (
-                self.options.comm_hook
-            )  # one of the user, or a compressor, may remember what is in each bucket
-            is_plain = self.options.only_casts if hook is None else hook.only_starts
-            must_stay = not is_plain or any(sent.memory.is_kept for sent in self._sent)
-            order = self._next.after(arrived, self.layout, must_stay)
+            order = self._next.after(arrived, self.layout, self._must_keep_buckets)
         call = self._announcement(channel, array("i", order).tobytes())
         for sent in self._sent:
             if isinstance(sent.work, FailedWork):  # the error finds the rank that has left
@@ -550,6 +545,12 @@ class Reducer:
         self.reduced = True
         if compares and (compare := extension("compare_start")) is not None:
             compare(self.layout.params, self.options, self._id)
+
+    def _must_keep_buckets(self) -> bool:
+        """Return whether each bucket must keep its gradients: a hook or compressor of the user may remember them."""
+        hook = self.options.comm_hook
+        is_plain = self.options.only_casts if hook is None else hook.only_starts
+        return not is_plain or any(sent.memory.is_kept for sent in self._sent)
 
     def must_combine_left_out(self) -> bool:
         """Return whether the script has given numbers to a gradient in `left_out`, on some rank.

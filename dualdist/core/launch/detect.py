@@ -43,7 +43,7 @@ def detect(env: Mapping[str, str], mpi_size: Callable[[], int] | None = None) ->
     env = without_copies(env)
     if _is_said_to_be_alone(env):
         return _world_of_one("DUALDIST_LAUNCHER=python")
-    find_site = extension("site_launcher")
+    find_site = extension("site_launcher") if any([name.endswith("_FROM") for name in env]) else None
     site = None if find_site is None else find_site(env)
     known = (*LAUNCHERS, site) if site else LAUNCHERS
     candidates = _candidates(known, env)

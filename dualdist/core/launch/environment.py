@@ -26,7 +26,7 @@ def secret_in(env: Mapping[str, str]) -> bytes:
 
 def without_copies(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without what dualdist has set for other programs (copies.py)."""
-    copies = extension("copies")
+    copies = extension("copies") if "DUALDIST_COPIES" in env else None
     hidden = () if copies is None else copies.names_of_copies(env)
     return {name: value for name, value in env.items() if name not in hidden}
 
