@@ -93,7 +93,8 @@ def allreduce(
 
     Args:
         tensor: any shape, equal on all ranks; floating-point, integer, bool (Sum, Min, Max, Product) or complex
-            (Sum, Average); on the CPU of all ranks or on a GPU of all ranks; any memory layout.
+            (Sum, Average), but not float8, uint16, uint32 or uint64; on the CPU of all ranks or on a GPU of all ranks;
+            any memory layout.
         average: deprecated, use `op`.
         name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
             same kind.
