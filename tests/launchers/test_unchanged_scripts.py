@@ -34,6 +34,7 @@ TORCH_SCRIPT = """
 import os
 import torch
 import torch.distributed as dist
+assert dist.is_torchelastic_launched()
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
