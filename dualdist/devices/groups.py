@@ -11,12 +11,11 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import math
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -26,8 +25,15 @@ import torch.distributed as dist
 
 from ..core import accelerator
 from ..core.backends import torch_groups
-from ..core.backends.base import Exchange, Group
-from ..core.backends.torch_groups import THROUGH_HOST, TorchGroup, TorchGroups, config_text, wrapped
+from ..core.backends.base import Exchange, Group, Work
+from ..core.backends.torch_groups import (
+    THROUGH_HOST,
+    TorchGroup,
+    TorchGroups,
+    adopted_config,
+    config_text,
+    wrapped,
+)
 from ..core.executor import in_thread
 from ..core.process_exit import never_delete, skip_destructors_at_exit
 from ..errors import HorovodInternalError
@@ -53,13 +59,6 @@ def carried_types(config: Mapping[str, str]) -> frozenset[str]:
     return frozenset(kind for kind, name in config.items() if kind == "cpu" or name not in THROUGH_HOST)
 
 
-class _GivenUp:
-    """Takes the place of a process group that is aborted: NCCL must get no collective meanwhile."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise HorovodInternalError("this rank has given up its collectives")
-
-
 class DeviceGroup(TorchGroup):
     """A group that torch.distributed has made."""
 
@@ -73,23 +72,43 @@ class DeviceGroup(TorchGroup):
     ) -> None:
         """carried: types of devices. device: to which the transport is bound."""
         super().__init__(ranks, rank, process_group)
-        self._made, self._carried, self._device = process_group, carried, device
-        self._abort: Future[None] | None = None
-        self._abort_end = math.inf
-        """When to stop waiting for `_abort`."""
-        self.is_stuck = False
-        """Whether `_abort` did not end in time."""
+        self._carried, self._device = carried, device
+        self.keeps_last = False
+        """Whether `unfinished` is used. The last collective keeps its tensors."""
+        self._last: dist.Work | None = None
 
     @property
     def is_aborted(self) -> bool:
-        """Whether `abort` was called."""
-        return self._abort is not None
+        """Whether the abort of the process group has begun."""
+        return self._made in _aborts
+
+    @property
+    def _pg(self) -> Any:
+        """The process group. Raises HorovodInternalError after `abort`: NCCL must get no collective meanwhile."""
+        if self.is_aborted:
+            raise HorovodInternalError("this rank has given up its collectives")
+        return self._made
+
+    @_pg.setter
+    def _pg(self, process_group: Any) -> None:
+        self._made = process_group
 
     def wire_device(self, device: torch.device) -> torch.device:
         if device.type not in self._carried:
             return torch.device("cpu")
         # NCCL refuses tensors on another GPU than its own, as of a model on two of them.
         return self._device if self._device is not None and device.type == self._device.type else device
+
+    def _started(self, work: dist.Work, tensor: torch.Tensor) -> Work:
+        if self.keeps_last:
+            self._last = work
+        return super()._started(work, tensor)
+
+    def unfinished(self) -> object:
+        last = self._last
+        with contextlib.suppress(RuntimeError):  # it has failed
+            return None if last is None or last.is_completed() else last
+        return None
 
     def set_timeout(self, timeout: timedelta) -> None:
         if not self.is_aborted:
@@ -101,47 +120,51 @@ class DeviceGroup(TorchGroup):
         In a thread: NCCL may wait until the kernel of another communicator ends, which is aborted next
         (https://github.com/pytorch/pytorch/issues/119797).
         """
-        made = self._made
-        if made is None or self._device is None or self.is_aborted:
-            return
-        self._abort_end, self._pg = time.monotonic() + _ABORT_SECONDS, _GivenUp()
-        self._abort = _abort_once(made, functools.partial(_abort_device_part, made, self._device))
+        if self._made is not None and self._device is not None:
+            _abort_once(self._made, functools.partial(_abort_device_part, self._made, self._device))
 
     def close(self) -> None:
-        process_group, self._made, self._pg = self._made, None, None
+        process_group, self._made = self._made, None
         if process_group is None or not dist.is_initialized():
             return
-        if self._abort is None:
+        if process_group not in _aborts:
             dist.destroy_process_group(process_group)  # it waits for the collectives of the group
-        elif self.abort_ends():
+        elif _aborts_end([process_group]):
             abort_process_group(process_group)
         else:
-            self.is_stuck = True
             never_delete(process_group)
             skip_destructors_at_exit()
 
-    def abort_ends(self) -> bool:
-        """Wait for the end of `abort`, 30 s after its start at most. Return whether it has ended or was not called."""
-        left = max(0.0, self._abort_end - time.monotonic())
-        return self._abort is None or bool(concurrent.futures.wait([self._abort], left).done)
 
+_aborts: weakref.WeakKeyDictionary[Any, tuple[Future[None], float]] = weakref.WeakKeyDictionary()
+"""The aborts of process groups that have begun, and until when to wait for each.
 
-_aborts: weakref.WeakKeyDictionary[Any, Future[None]] = weakref.WeakKeyDictionary()
-"""The aborts of process groups that have begun. Two of one group at the same time may free the same memory in NCCL."""
+Two of one group at the same time may free the same memory in NCCL.
+"""
 _beginning_abort = threading.Lock()
 
 
-def _abort_once(process_group: Any, step: Callable[[], None]) -> Future[None]:
-    """Begin `step`, which aborts a process group, unless its abort has begun. Return the future of its end."""
+def _abort_once(process_group: Any, step: Callable[[], None]) -> None:
+    """Begin `step`, which aborts a process group, unless its abort has begun."""
+    end = time.monotonic() + _ABORT_SECONDS
     with _beginning_abort:
-        if process_group not in _aborts:
-            try:
-                _aborts[process_group] = in_thread(step)
-            except RuntimeError:  # the interpreter ends
-                _aborts[process_group] = Future()
-                step()
-                _aborts[process_group].set_result(None)
-        return _aborts[process_group]
+        if process_group in _aborts:
+            return
+        try:
+            _aborts[process_group] = in_thread(step), end
+        except RuntimeError:  # the interpreter ends
+            ended = Future[None]()
+            _aborts[process_group] = ended, end
+            step()
+            ended.set_result(None)
+
+
+def _aborts_end(process_groups: Iterable[Any]) -> bool:
+    """Wait for the aborts of groups, 30 s after the start of each at most. Return whether all that began have ended."""
+    found = [_aborts[group] for group in process_groups if group in _aborts]
+    return all(
+        concurrent.futures.wait([abort], max(0.0, end - time.monotonic())).done for abort, end in found
+    )
 
 
 def _abort_device_part(process_group: Any, device: torch.device) -> None:
@@ -159,7 +182,9 @@ def abort_process_groups() -> None:
     groups = [
         group for group in dist.distributed_c10d._world.pg_map if hasattr(group, "abort")
     ]  # since torch 2.7
-    concurrent.futures.wait([_abort_once(group, group.abort) for group in groups], _ABORT_SECONDS)
+    for group in groups:
+        _abort_once(group, group.abort)
+    _aborts_end(groups)
 
 
 def keep_process_groups() -> None:
@@ -178,38 +203,32 @@ class DefaultGroup(torch_groups.DefaultGroup):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self.group: DeviceGroup | None = None
-        """The same as one of dualdist's, to abort the collectives of communication hooks and programs."""
-
-    def open(
-        self, config: Mapping[str, str], store: dist.Store, rank: int, size: int, timeout: timedelta
-    ) -> None:
-        super().open(config, store, rank, size, timeout)
-        if self._own is not None:
-            self.group = DeviceGroup(range(size), rank, self._own, frozenset(), self._device)
 
     def _options(self, timeout: timedelta) -> dict[str, Any]:
         return {"timeout": transport_timeout(timeout, self._device), "device_id": self._device}
 
     def abort(self) -> None:
-        group = self.group  # read once: `close` may run in another thread
-        if group is not None:
-            group.abort()
+        if self._own is None:
+            return
+        for one in list(dist.distributed_c10d._world.pg_map):
+            if self._device.type in carried_types(adopted_config(one)):
+                _abort_once(one, functools.partial(_abort_device_part, one, self._device))
 
-    def _destroy(self, own: dist.ProcessGroup, groups: TorchGroups | None) -> None:
-        group, self.group = self.group, None
-        others: list[Any] = [] if groups is None else groups._groups
-        assert group is not None
-        if not group.abort_ends() or any(other.is_stuck for other in others):
+    def _destroy(self) -> None:
+        groups = list(dist.distributed_c10d._world.pg_map)
+        if not _aborts_end(groups):
             keep_process_groups()
-        elif group.is_aborted or any(other.is_aborted for other in others):
+        elif any(one in _aborts for one in groups):
             abort_process_group()
         else:
-            super()._destroy(own, groups)
+            super()._destroy()
 
 
-_members_groups_made: Counter[tuple[int, ...]] = Counter()
-"""How many groups this process has made among the members alone, for each tuple of ranks."""
+_members_groups_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+"""For each default group of torch: how many groups were made in its world among the members alone, by their ranks.
+
+Processes may join a world that have been in other worlds before, and in different ones.
+"""
 _hash_ranks = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
 """Names a group that only its members make. None in torch 2.4, which hashes the ranks alone."""
 
@@ -226,6 +245,7 @@ class DeviceGroups(TorchGroups):
     def make_for_device(self, ranks: Sequence[int]) -> Group:
         """Return a group over `ranks`, for tensors on the device alone. Collective over `ranks` alone."""
         made = self._make_members_group(ranks, without=("cpu",))
+        made.keeps_last = True
         self._groups.append(made)
         return made
 
@@ -247,8 +267,9 @@ class DeviceGroups(TorchGroups):
         torch_world, key = c10d._world, tuple(ranks)
         world: Any = dist.group.WORLD
         before, bound = torch_world.group_count, world.bound_device_id
-        _members_groups_made[key] += 1
-        name = hashlib.sha1(f"{key} {_members_groups_made[key]}".encode(), usedforsecurity=False).hexdigest()
+        made = _members_groups_made.setdefault(world, Counter())
+        made[key] += 1
+        name = hashlib.sha1(f"{key} {made[key]}".encode(), usedforsecurity=False).hexdigest()
         # torch 2.4 has no such argument: it connects at the first collective.
         takes_device = "device_id" in inspect.signature(dist.new_group).parameters
         options = {"device_id": bound} if takes_device else {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -21,8 +22,11 @@ from ..core.agreement.call import Call
 from ..core.agreement.channel import Channel
 from ..core.agreement.matching import Execute, Verdict
 from ..core.backends.base import Group
+from ..core.executor import Patience
 
 T = TypeVar("T")
+_PAUSE_SECONDS = 0.002
+"""How often a host that waits for its device looks whether it has ended."""
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
@@ -53,6 +57,15 @@ def record_event(device: torch.device, stream: torch.Stream | None = None) -> to
 def wait_event(device: torch.device, event: torch.Event) -> None:
     """Make this thread's stream on `device` wait for `event`. The host does not wait."""
     torch_accelerator.current_stream(device).wait_event(event)
+
+
+def wait_for_device(device: torch.device, patience: Patience) -> None:
+    """Wait for this thread's stream on `device`, or until `patience` ends or the device has failed."""
+    with contextlib.suppress(RuntimeError):
+        ended = record_event(device)
+        while not ended.query():
+            patience.check()
+            time.sleep(_PAUSE_SECONDS)
 
 
 def keep_until_done(tensor: torch.Tensor, stream: torch.Stream) -> None:

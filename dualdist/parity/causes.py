@@ -387,7 +387,7 @@ epoch-end: After equal batches, the {side} reads samples again, the other side d
     Compare drop_last, and the lengths of the data.
 sampler-state: The {side} begins with a batch that the other side reads in another step: one of them has resumed.
     Restore the sampler's epoch and place with the weights. If the weights were not restored, pass --start-step.
-data-order: Both sides read the same samples in another order: other seeds or kinds of samplers, lengths or order of the data.
+data-order: Both sides read the same samples in another order: other seeds or samplers, lengths, or order of data.
     Give the sampler the same seed, rank and number of ranks on both sides.
 other-data: Neither side reads a sample of the other: the data differs, or what prepares it{by}.
     Compare the data, what prepares it, random augmentation, and the seeds of samplers.

@@ -19,7 +19,6 @@ from dualdist.core.backends.torch import Offer, TorchBackend, agreed_transport
 from dualdist.core.backends.torch_groups import adopted_config, config_of
 from dualdist.core.types import Launch, Settings
 from dualdist.devices import choice
-from dualdist.devices import groups as device_groups
 from dualdist.devices.groups import DeviceGroups, carried_types
 
 CUDA = {"cpu": "gloo", "cuda": "nccl"}
@@ -148,7 +147,6 @@ def test_a_group_has_the_same_name_on_all_members_whatever_other_groups_they_are
     monkeypatch.setattr(c10d, "_hash_ranks_to_str", lambda ranks: f"{ranks} {len(others)}")
     monkeypatch.setattr(dist, "new_group", lambda ranks, **_: names.append(c10d._hash_ranks_to_str(ranks)))
     for _ in range(2):
-        monkeypatch.setattr(device_groups, "_members_groups_made", Counter())
         groups = DeviceGroups(0, CUDA, None, ["a"], dist.HashStore(), timedelta(minutes=1), {})
         groups.make([0], 2, lambda text: [text], among_members=True)
         others.append("of this rank and another one")

@@ -279,7 +279,7 @@ class TorchBackend(Backend):
         with self._on_shutdown:
             if self._adopted:
                 self._groups.close()
-            self._default_group.close(self._groups)
+            self._default_group.close()
 
     def abandon(self) -> None:
         super().abandon()

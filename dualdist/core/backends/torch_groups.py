@@ -131,8 +131,6 @@ class TorchGroup(Group):
         return torch.device("cpu")
 
     def _started(self, work: dist.Work, tensor: torch.Tensor) -> Work:
-        if self.keeps_last:
-            self._last = work
         return _TorchWork(work, tensor.device, Patience(self.has_lost_member))
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
@@ -189,8 +187,6 @@ class TorchGroup(Group):
         if hasattr(pg, "shutdown"):  # before torch 2.7, gloo has none: the group ends with its last reference
             pg.shutdown()
 
-_aborts: weakref.WeakKeyDictionary[Any, tuple[Future[None], float]] = weakref.WeakKeyDictionary()
-"""The aborts of process groups that have begun, and until when to wait for each.
 
 def set_group_timeout(process_group: Any, timeout: timedelta) -> None:
     """Set the timeout of later collectives of a process group. Local."""
@@ -266,7 +262,6 @@ class DefaultGroup:
 
     def __init__(self) -> None:
         self._own: dist.ProcessGroup | None = None
-        self._device: torch.device | None = None
         self._store: dist.Store | None = None
 
     def open(
@@ -288,16 +283,16 @@ class DefaultGroup:
             set_group_timeout(self._own, self._options(timeout)["timeout"])
 
     def abort(self) -> None:
-        """Begin to end what is in progress on a device. Local."""
+        """Begin to end what is in progress on a device, also in groups that the program has made. Local."""
 
-    def close(self, groups: TorchGroups | None = None) -> None:
-        """Destroy the group, unless the program has done it. Local. groups: the others of this world."""
+    def close(self) -> None:
+        """Destroy all groups, unless the program has done it. Local. It waits for their collectives, or aborts them."""
         own, self._own, self._store = self._own, None, None
         if own is not None and dist.is_initialized() and own is dist.group.WORLD:
-            self._destroy(own, groups)
+            self._destroy()
 
-    def _destroy(self, own: dist.ProcessGroup, groups: TorchGroups | None) -> None:
-        dist.destroy_process_group()  # this waits for all groups
+    def _destroy(self) -> None:
+        dist.destroy_process_group()
 
 
 def new_default_group(device: torch.device | None) -> DefaultGroup:

@@ -25,14 +25,12 @@ from ..agreement.connections import Connections
 from ..agreement.observers import Observation
 from ..backends.base import Backend
 from ..executor import Patience, Worker
-from ..extensions import extension
+from ..extensions import extension, needed
 from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective
 from ..types import Launch, Settings, World
 
 _LAST_SECONDS = 5.0
 """How long a rank that leaves because of an error waits for its device."""
-_PAUSE_SECONDS = 0.002
-"""How often a rank that leaves without an error looks whether its device has ended."""
 _CHECK_PEERS_SECONDS = 5.0
 """How often a rank looks for lost ranks while the host may wait for its device."""
 
@@ -138,14 +136,9 @@ class Context:
         To destroy the groups would wait for that rank. A look needs the connections, so they are still open.
         """
         device = self.backend.device if self.backend.runs_ahead else None
-        if device is None or process_exit.has_failed():
-            return
-        patience = Patience(lambda: process_exit.world_has_failed, self.settings.stall_timeout_seconds)
-        with contextlib.suppress(RuntimeError):  # of `patience`, or of a device that has failed
-            ended = accelerator.record_event(device)
-            while not ended.query():
-                patience.check()
-                time.sleep(_PAUSE_SECONDS)
+        if device is not None and not process_exit.has_failed():
+            patience = Patience(lambda: process_exit.world_has_failed, self.settings.stall_timeout_seconds)
+            needed("streams").wait_for_device(device, patience)
 
     def _abort_unfinished(self) -> None:
         """If an error ends this process, end the collectives in which the other ranks may not take part. Local.
