@@ -43,6 +43,7 @@ extensions.register(
         "device_groups": "dualdist.devices.groups",
         "devices": "dualdist.devices.choice",
         "file_board": "dualdist.file_board:FileBoard",
+        "host_board": "dualdist.host_board",
         "horovod": "dualdist.horovod",
         "horovod_backend": "dualdist.horovod.backend:HorovodBackend",
         "horovods_store": "dualdist.horovod.http_store",

@@ -24,8 +24,9 @@ from typing import Any, NoReturn, cast
 from ..core import process_exit
 from ..core.checks import shown_ranks
 from ..core.executor import in_time
+from ..core.extensions import needed
 from ..core.launch import is_one_host
-from ..core.meeting.boards import ADVICE, PublishedBoard, job_digest, process_status, rising
+from ..core.meeting.boards import ADVICE, PublishedBoard, process_status, rising
 from ..core.meeting.server import listener_at, own_peer
 from ..core.process_exit import at_exit
 from ..core.types import Launch
@@ -57,7 +58,8 @@ def missing_local_ranks(launch: Launch, env: Mapping[str, str]) -> list[int]:
 
 
 def _address(launch: Launch, env: Mapping[str, str], local_rank: int) -> str:
-    return f"\0dualdist-{os.getuid()}-{job_digest(launch, env)}-{local_rank}"
+    digest = needed("host_board").job_digest(launch, env)
+    return f"\0dualdist-{os.getuid()}-{digest}-{local_rank}"
 
 
 def _runs(address: str) -> bool:

@@ -26,7 +26,6 @@ from dualdist.core.backends.torch import TorchBackend
 from dualdist.core.meeting import addresses
 from dualdist.core.meeting.boards import (
     Board,
-    HostBoard,
     KnownBoard,
     ServerAddress,
 )
@@ -37,6 +36,7 @@ from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
 from dualdist.exec import pmi
 from dualdist.file_board import FileBoard
 from dualdist.horovod.http_store import HttpBoard, HttpStore
+from dualdist.host_board import HostBoard
 from dualdist.mpi import meeting as mpi
 from dualdist.processes.variables import LaunchersBoard
 
@@ -209,8 +209,8 @@ def test_process_ids_of_another_namespace_identify_no_job() -> None:
     need_root()
     need_programs("unshare")
     code = (
-        "from dualdist.core.meeting.boards import one_host_board; from dualdist.core.types import Launch; "
-        "one_host_board(Launch('x', sources={'rank': 'A_RANK'}), {})"
+        "from dualdist.host_board import host_board; from dualdist.core.types import Launch; "
+        "host_board(Launch('x', sources={'rank': 'A_RANK'}), {})"
     )
     # Beneath a shell, which would be taken for the first process of the host: both have the number 1.
     command = ("unshare", "--pid", "--fork", "sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", code)

@@ -10,11 +10,9 @@ it has given all ranks an address of rank 0.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -163,7 +161,7 @@ def given_board(launch: Launch, env: Mapping[str, str]) -> Board:
     return KnownBoard(ServerAddress([host], [port], b""), f"`init_method`={method!r}", fix)
 
 
-# Where the ranks of one host meet. The process that started them identifies the job.
+# The process that started this one identifies the job.
 
 
 class LauncherProcess(NamedTuple):
@@ -195,23 +193,6 @@ def find_launcher_process(variable: str) -> LauncherProcess:
         return LauncherProcess(pid, _start_time(pid))
 
 
-_IDS = ("PMIX_SERVER_URI", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-_WITH_IDS = ("OMPI_", "PMIX_", "JSM_", "SLURM_")
-"""How the variables of launchers begin that set some of `_IDS`. Another launcher may run several jobs inside theirs."""
-
-
-def job_digest(launch: Launch, env: Mapping[str, str]) -> str:
-    """Return a text that is the same for all processes of this job on this host, and different for other jobs."""
-    source = launch.sources.get("rank", "")
-    names = () if source in env and not source.startswith(_WITH_IDS) else _IDS
-    job = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(names)]
-    if not job:
-        if os.readlink("/proc/self") != f"{os.getpid()}":
-            raise ProcessLookupError  # /proc has the process IDs of another namespace
-        job = [f"{part}" for part in find_launcher_process(source)]
-    return hashlib.sha256("\n".join([launch.launcher, *job]).encode()).hexdigest()[:24]
-
-
 def _start_time(pid: int) -> int:
     return int(process_status(pid)[19])
 
@@ -219,50 +200,6 @@ def _start_time(pid: int) -> int:
 def process_status(pid: int) -> list[str]:
     """Return the fields of proc(5)'s stat after the command's name: state, parent, ..., the 20th is the start time."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-class HostBoard(Board):
-    """An abstract address of a Unix socket (unix(7)), at which rank 0 serves.
-
-    It needs no file, so that processes with temporary folders of their own meet, too: each may be in a container.
-    """
-
-    advice = (
-        f"{ADVICE} The processes of a host meet at a Unix socket: if each is in a container, share the host's "
-        "network with all, or set MASTER_ADDR and MASTER_PORT for every process."
-    )
-
-    fix = "Look at rank 0's output."
-
-    def __init__(self, name: str) -> None:
-        self._address, self.where = f"\0{name}", f"the Unix socket @{name}"
-
-    def serve(self, size: int) -> MeetingServer:
-        try:
-            return MeetingServer(size, [self._address], b"")
-        except OSError as error:
-            raise ConfigurationError(
-                f"{self.where} must be free for rank 0, but is not ({error.strerror}). Give every process its own "
-                "rank, or set MASTER_ADDR and MASTER_PORT for every process."
-            ) from error
-
-    def find(self, seconds: float) -> ServerAddress | None:
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.setblocking(False)  # another user's process may listen there, and accept nobody
-            nobody = probe.connect_ex(self._address)
-        return None if nobody else ServerAddress([self._address], [0], b"")
-
-
-def one_host_board(launch: Launch, env: Mapping[str, str]) -> Board:
-    """Return the board of this host for all processes of this job. Other jobs have other ones."""
-    try:
-        return HostBoard(f"dualdist-{os.getuid()}-{job_digest(launch, env)}")
-    except OSError as error:
-        raise ConfigurationError(
-            f"The process that set {launch.sources['rank']} must be visible to those that it has started, which "
-            "identify their job by it, but is not. Share the host's process IDs with containers, or set MASTER_ADDR "
-            "and MASTER_PORT for every process."
-        ) from error
 
 
 # The board of a launcher.
@@ -288,8 +225,8 @@ def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = 
         wants_mpi = mpi.has_started() or (may_start_mpi and not is_one_host(launch))
         if wants_mpi and mpi.world_size() == launch.size:
             return cast(Board, mpi.MpiBoard(launch, env))
-    if is_one_host(launch):
-        return one_host_board(launch, env)
+    if is_one_host(launch) and (host := extension("host_board")) is not None:
+        return cast(Board, host.host_board(launch, env))
     slurm_board = extension("slurm_board")
     return None if slurm_board is None else cast("Board | None", slurm_board(launch.rank, env))
 
