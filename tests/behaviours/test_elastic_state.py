@@ -104,6 +104,9 @@ def test_wrong_use_is_an_error_that_names_the_rule() -> None:
         TypeError, match="`numbers` must be equal on all ranks, but is a OfEachRank with a state"
     ):
         TorchState(numbers=OfEachRank())
+    for name in ("save", "restore", "sync"):
+        with pytest.raises(NotImplementedError):
+            getattr(hvd.elastic.State(hvd.broadcast_object, hvd.rank), name)()
 
 
 @everywhere

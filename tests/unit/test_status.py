@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -54,6 +55,15 @@ def test_silent_callers_delay_nobody(server: StatusServer) -> None:
         for _ in range(100):
             stack.enter_context(socket.create_connection(server.contact[:2], SECONDS)).sendall(b"x")
         assert ask(server.contact, "x", SECONDS) == ["answer to", "x"]
+
+
+def test_another_program_that_answers_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, Contact(*listener.getsockname(), "token"), "x", SECONDS)
+        with listener.accept()[0] as connection:
+            connection.sendall(b"HTTP/1.1 400\n")
+            with pytest.raises(ConnectionError, match="another program answers"):
+                asked.result()
 
 
 def test_who_does_not_answer_in_time_is_not_waited_for() -> None:
