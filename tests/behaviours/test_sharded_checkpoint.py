@@ -76,10 +76,10 @@ def names_in(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def small_files(is_on: bool) -> Iterator[None]:
-    """Let no file of this process be longer than 100 bytes, as on a full disk."""
+    """Let no file of this process be longer than 200,000 bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if is_on:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
     try:
         yield
     finally:
@@ -530,6 +530,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
 @later_with_horovod
 def test_a_full_disk_on_one_rank_is_an_error_on_all(asynchronous: bool, tmp_path: Path) -> None:
     state, last = sharded_run(), hvd.size() - 1
+    state["large"] = nn.Linear(500, 500)  # the others fit
+    fully_shard(state["large"], mesh=hvd.device_mesh())
     with managed(tmp_path, state, every_steps=None, asynchronous=asynchronous) as manager:
         manager.save()
         manager.wait()
