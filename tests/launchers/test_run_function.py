@@ -111,7 +111,6 @@ def test_deprecated_names_warn_as_in_horovod() -> None:
     [
         ({"num_proc": 3, "hosts": "localhost:2"}, "3 instead"),
         ({"hosts": "a:1", "hostfile": "b"}, "`hosts` and `hostfile`"),
-        ({"hostfile": "/no/such/file"}, "`hostfile`"),
         ({"use_mpi": True}, "mpirun"),
         ({"use_mpi": True, "use_gloo": True}, "use_gloo and use_mpi"),
         ({"min_num_proc": 1}, "`min_num_proc`.*torchrun or horovodrun"),

@@ -129,11 +129,6 @@ def test_no_thread_and_no_open_file_is_left() -> None:
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
-def test_mpi_needs_a_launcher_of_its_own() -> None:
-    with pytest.raises(ConfigurationError, match="mpirun"):
-        hvd.spawn(spawn_functions.block, transport="mpi")
-
-
 def test_an_interrupt_of_the_parent_ends_the_processes() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -167,4 +162,9 @@ def test_the_error_for_a_function_under_the_main_guard_says_to_move_it(
     monkeypatch.setattr(spawn_functions.block, "__module__", "__main__")
     monkeypatch.setattr(script, "block", spawn_functions.block, raising=False)
     with pytest.raises(AttributeError, match="Define it in its file outside `if __name__"):
+        hvd.spawn(spawn_functions.block, nprocs=1)
+    monkeypatch.setattr(spawn_functions.block, "__module__", spawn_functions.__name__)
+    monkeypatch.setattr(spawn_functions.block, "__qualname__", "gone")
+    monkeypatch.setattr(spawn_functions, "gone", spawn_functions.block, raising=False)
+    with pytest.raises(AttributeError, match=r"'gone' on .*spawn_functions.*'>$"):
         hvd.spawn(spawn_functions.block, nprocs=1)
