@@ -49,3 +49,5 @@ def test_a_program_that_delays_all_first_answers_makes_no_link_late(monkeypatch:
     for link in links:
         assert link.round_trip is not None and link.clock is not None and link.bandwidth
         assert 0 < link.round_trip < LATE and abs(link.clock) < LATE
+    broken = Link(0, 1, problem="no connection")
+    assert world_links._ask(broken, ("127.0.0.1", 1)) is broken  # in later rounds it would only wait again
