@@ -54,6 +54,8 @@ def test_every_rank_raises_when_one_runs_out_of_batches() -> None:
     with wrapped.join(throw_on_early_termination=True):
         train(wrapped, 2)  # the same number everywhere
     assert weight.weight.item() == -3.0
+    with wrapped.join(enable=False):
+        assert not wrapped._is_joining
 
 
 @pytest.mark.parametrize("by_all", [True, False])

@@ -81,7 +81,6 @@ def run_all(options_of: dict[str, str], launcher: str, folder: Path) -> Said:
     no_network = {**dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:0"), "no_proxy": ""}
     output = launch(launcher, str(folder / "script.py"), json.dumps(runs), environment=no_network).check()
     lines = [json.loads(line) for line in output.splitlines() if re.match(r'\[(\d|")', line)]
-    assert len(lines) == len(runs)
     return dict(zip(options_of, lines, strict=True))
 
 

@@ -85,7 +85,6 @@ def test_a_wrong_option_ends_with_one_line_that_names_it(script: Script) -> None
     )
     ended = launch("python", path, json.dumps([f"train.py {options}" for options in WRONG.values()]))
     told = [json.loads(line) for line in ended.output.splitlines()]
-    assert len(told) == len(WRONG)
     for name, (code, text) in zip(WRONG, told, strict=True):
         assert code == 2
         (line,) = text.splitlines()
