@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import operator
 import pickle
@@ -379,6 +380,8 @@ class GradSync(Combiner):
             return
         awaiting = (sync for sync in _syncs() if sync._arrivals.awaits_end())
         together = sorted(awaiting, key=lambda sync: sync._number)
+        if any(sync._sends_late and not sync._has_observed for sync in together):
+            gc.collect()  # the older GradSync, for which this one sends late, may be garbage
         for sync in together:
             sync._num_alone += -math.inf if any(map(sync._follows, together)) else 1
             if sync._is_shared or not sync._has_observed:
