@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
-from .status import is_of_torch
+from .status import call_of_torch
 
 File = dict[str, Any]
 Call = dict[str, Any]
@@ -147,8 +147,7 @@ def _has_made(file: File, call: Call) -> bool:
 def _in_torch(file: File) -> str:
     """Return the function of torch.distributed in which the main thread waits; "" if it is in none."""
     stacks = [thread["stack"] for thread in file["threads"] if thread["is_main"]]
-    name, _, function = stacks[0][0] if stacks else ("", 0, "")
-    return function if is_of_torch(name) else ""
+    return call_of_torch(stacks[0]) if stacks else ""
 
 
 def _position(file: File) -> str:

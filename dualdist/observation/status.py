@@ -16,12 +16,14 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.meeting.addresses import own_node
 from ..core.meeting.boards import process_status
 
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 _TOKEN_BYTES = 16
 _LONGEST = 1 << 16
 """Bytes of a question or an answer."""
@@ -59,9 +61,14 @@ class Contact(NamedTuple):
         )
 
 
-def is_of_torch(file: str) -> bool:
-    """Return whether a file is of torch.distributed, and not of its checkpoints, which may write to a disk."""
-    return "/torch/distributed/" in file and "/checkpoint/" not in file
+def call_of_torch(stack: Iterable[Sequence[Any]]) -> str:
+    """Return the function of torch.distributed in which a thread waits; "" if it is in none.
+
+    stack: (file, line, function), the innermost first. Process groups of this package wait in frames of their own. Not
+    the checkpoints of torch.distributed, which may write to a disk.
+    """
+    name, _, function = next((frame for frame in stack if not frame[0].startswith(_PACKAGE)), ("", 0, ""))
+    return function if "/torch/distributed/" in name and "/checkpoint/" not in name else ""
 
 
 class StatusServer:

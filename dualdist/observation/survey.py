@@ -46,7 +46,7 @@ from ..core.launch.environment import number_in
 from ..core.types import Settings
 from ..errors import HorovodInternalError, StallError, logger
 from .report import Report, combined, lines, shares
-from .status import Contact, StatusServer, ask, is_of_torch
+from .status import Contact, StatusServer, ask, call_of_torch
 from .usage import Usage, reduced_bytes
 
 WAITING, LEFT, ABSENT, SILENT, ENDED = "waiting", "left", "absent", "silent", "ended"
@@ -442,9 +442,7 @@ class StallWatch:
                 if other is not channel and (wait := other.wait) is not None and not other.gave_up
             )
             interrupted = self.interrupted.get(channel.process_set)
-            stack = self.main_stack()
-            is_outside = bool(stack) and is_of_torch(stack[0][0])
-            where = next(elsewhere, "") or OUTSIDE_TEXT * is_outside
+            where = next(elsewhere, "") or OUTSIDE_TEXT * bool(call_of_torch(self.main_stack()))
             return position, where, self._suspended_seconds(), interrupted
         return None
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -39,11 +40,15 @@ def line_of(marker: str) -> str:
     return f"{__file__}:{number}"
 
 
-def load_batch(files: list[Path]) -> None:
-    """Wait for a batch that another thread brings when the other ranks have given up."""
-    ready = threading.Event()
+def load_batch(files: list[Path], *, asks: bool = False) -> None:
+    """Wait for a batch that another thread brings when the others have given up. asks: for all files, meanwhile."""
+    ready, waiting, line = threading.Event(), sys._getframe(), line_of("loads")
 
     def bring() -> None:
+        while asks and not line.endswith(f":{waiting.f_lineno}"):
+            pass
+        if asks:
+            os.kill(os.getpid(), signal.SIGUSR2)
         wait_for(files)
         ready.set()
 
@@ -101,7 +106,7 @@ def wait_in_torch(is_sharded: bool, folder: Path) -> None:
 
     is_sharded: in a forward of a model that FSDP2 has sharded.
     """
-    join_with(folder)
+    join_with(folder, timeout=60)  # until the last rank comes
     folder.mkdir(exist_ok=True)
     model: Any = torch.nn.Linear(2, hvd.size())
     if is_sharded:
@@ -115,17 +120,16 @@ def wait_in_torch(is_sharded: bool, folder: Path) -> None:
         for rank in range(LATE):
             while watch._ask(rank, ["position", "set 0", ["", None]], 60.0)[1] != "torch.distributed":
                 pass
-        os.kill(os.getpid(), signal.SIGUSR2)
-        load_batch(files)
+        load_batch(files, asks=True)
     if is_sharded:
         model(torch.ones(1, 2))  # waits for weights
     else:
         torch.distributed.all_reduce(torch.ones(2))  # waits for the last
 
 
-def join_with(folder: Path) -> None:
-    """Join the world again, with `folder` for the files."""
-    os.environ["DUALDIST_DUMP_DIR"] = str(folder)
+def join_with(folder: Path, timeout: int = 2) -> None:
+    """Join the world again, with `folder` for the files. timeout: of collectives, in seconds."""
+    os.environ |= {"DUALDIST_DUMP_DIR": str(folder), "DUALDIST_STALL_TIMEOUT_SECONDS": f"{timeout}"}
     rejoin()
 
 
