@@ -82,8 +82,9 @@ class GradSync(Combiner):
         """All hooks on the complete gradients of each parameter that has one of ours."""
         self._watched: list[Any] = []
         """Those dictionaries, and our hook in each. A script may remove it, or replace the dictionary."""
-        self._references = 0
-        """What `_count_references` returned when `watch` last looked at each parameter."""
+        self._references: dict[bool, int] = {}
+        """What `_count_references` returned when `watch` last looked at each parameter, outside our hooks and in one:
+        more refer to a hook that runs."""
         self._first = -1
         """The parameter whose gradient arrived first in the last backward. It has one more hook: `watch`."""
         self._arrivals: arrivals.Arrivals = (extension("arrival_order") or arrivals).Arrivals(
@@ -152,21 +153,24 @@ class GradSync(Combiner):
         return dict(zip(self._tensors, self._pass_counts, strict=True))
 
     @not_compiled
-    def watch(self, *_: object) -> None:
-        """Register hooks on parameters that have none, before a backward or in it: this is a hook itself."""
-        lost = self._register_hooks()
+    def watch(self, *_: object, in_hook: bool = False) -> None:
+        """Register hooks on parameters that have none, before a backward or in it: this is a hook itself.
+
+        in_hook: called by a hook on a complete gradient.
+        """
+        lost = self._register_hooks(in_hook)
         if self._reducer.reduced and not self._counts:
             # An earlier backward may have added to their gradients. To combine an average again does no harm.
             for index in lost:
                 if self._tensors[index].grad is not None:
                     self._pass_counts[index] = 1
 
-    def _register_hooks(self) -> set[int]:
+    def _register_hooks(self, in_hook: bool = False) -> set[int]:
         """Register hooks where `requires_grad` has become True, or where the script has removed them.
 
         Returns the parameters, by index, from which it had removed them.
         """
-        is_changed = self._count_references() != self._references
+        is_changed = self._count_references() != self._references.get(in_hook)
         lost = {
             index
             for index, param in enumerate(self._params if is_changed else ())
@@ -180,11 +184,12 @@ class GradSync(Combiner):
             self._unhooked.difference_update(found)
             hooked = [param for param in self._params if param.hooks]
             self._hooks = [param.tensor._post_accumulate_grad_hooks or {} for param in hooked]
-            own = [
+            self._watched = self._hooks + [
                 hooks.get(param.hooks[0].id, hooks) for param, hooks in zip(hooked, self._hooks, strict=True)
-            ]
-            self._watched = [*self._hooks, *own]
-            self._references = self._count_references()
+            ]  # no variable refers to these
+            if found:
+                self._references.clear()
+            self._references[in_hook] = self._count_references()
         return lost
 
     def _count_references(self) -> int:
@@ -209,7 +214,7 @@ class GradSync(Combiner):
         super().release()
         self._tensors.clear()
         self._unhooked.clear()
-        self._hooks, self._watched, self._references = [], [], 0
+        self._hooks, self._watched, self._references = [], [], {}
         for param in self._params:
             param.release()
         # These two refer to this object: without them, it is freed at once.
@@ -272,7 +277,7 @@ class GradSync(Combiner):
                 "`create_graph` must be False in backward(), because .grad becomes the average over the ranks, but is "
                 "True instead. Use torch.autograd.grad(loss, parameters, create_graph=True), and then backward()."
             )
-        self.watch()
+        self.watch(in_hook=True)
         if not self._is_shared and self._tensors[first]._use_count() > _MOST_USES:
             self.share()
         given = {index for index, tensor in enumerate(self._tensors) if tensor.grad is not None}
