@@ -59,7 +59,8 @@ def test_silent_callers_delay_nobody(server: StatusServer) -> None:
 
 def test_another_program_that_answers_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask, Contact(*listener.getsockname(), "token"), "x", SECONDS)
+        host, port = listener.getsockname()
+        asked = pool.submit(ask, Contact(host, port, "token"), "x", SECONDS)
         with listener.accept()[0] as connection:
             connection.sendall(b"HTTP/1.1 400\n")
             with pytest.raises(ConnectionError, match="another program answers"):
