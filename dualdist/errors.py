@@ -79,7 +79,7 @@ class CollectiveMismatchError(HorovodInternalError):
 
 
 class StallError(HorovodInternalError):
-    """A member of the process set did not call the collective within the stall timeout."""
+    """A member did not call the collective within the stall timeout, `init(timeout=)`, by default 600 s."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):

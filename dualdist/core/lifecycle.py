@@ -52,12 +52,12 @@ def init(
 
     Args:
         comm: an mpi4py communicator or a list of ranks of the launcher. None: all ranks. Its processes form the world,
-            in its order. Several worlds can exist side by side. Fewer than all ranks need mpirun and mpi4py, and use
+            in its order. Other processes can form other worlds. Fewer than all ranks need mpirun and mpi4py, and use
             Gloo or NCCL.
         process_sets: process sets to register, or "dynamic" (sets can always be added later).
         backend: "torch", "horovod" or "local". None: DUALDIST_BACKEND, else a backend that already runs in this
             process, else the usual backend of the launcher.
-        transport: "nccl", "xccl", "gloo" or "mpi". None: DUALDIST_TRANSPORT, else the best one on this machine.
+        transport: "nccl", "xccl", "hccl", "cncl", "gloo" or "mpi". None: DUALDIST_TRANSPORT, else the best one here.
         init_method, rank, world_size: as in torch.distributed.init_process_group: "tcp://host:port", "file:///path" or
             "env://".
         timeout: how long a collective waits for a rank before it raises StallError, in seconds or as in

@@ -54,7 +54,7 @@ def backend_name() -> str:
 
 
 def transport_name() -> str:
-    """Return what transfers the data: "nccl", "xccl", "gloo", "mpi" or "local". Local.
+    """Return what transfers the data: "nccl", "xccl", "hccl", "cncl", "gloo", "mpi" or "local". Local.
 
     Raises NotInitializedError before `init()`.
     """
