@@ -168,7 +168,7 @@ def test_torch_finds_the_backend_of_an_installed_package(tmp_path: Path) -> None
     subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     program = (
         "import torch, torch.distributed as dist; dist.init_process_group('mpi4py'); t = torch.ones(1); "
-        "dist.all_reduce(t); print(dist.get_backend(), t.item(), flush=True); dist.destroy_process_group()"
+        "dist.all_reduce(t); print(f'{dist.get_backend()} {t.item()}', flush=True); dist.destroy_process_group()"
     )
     command = ("-m", "dualdist", "exec", "--", sys.executable, "-c", program)
     path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
