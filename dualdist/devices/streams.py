@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -22,11 +21,9 @@ from ..core.agreement.call import Call
 from ..core.agreement.channel import Channel
 from ..core.agreement.matching import Execute, Verdict
 from ..core.backends.base import Group
-from ..core.executor import Patience
+from ..core.executor import Patience, in_thread, wait_for
 
 T = TypeVar("T")
-_PAUSE_SECONDS = 0.002
-"""How often a host that waits for its device looks whether it has ended."""
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
@@ -62,10 +59,7 @@ def wait_event(device: torch.device, event: torch.Event) -> None:
 def wait_for_device(device: torch.device, patience: Patience) -> None:
     """Wait for this thread's stream on `device`, or until `patience` ends or the device has failed."""
     with contextlib.suppress(RuntimeError):
-        ended = record_event(device)
-        while not ended.query():
-            patience.check()
-            time.sleep(_PAUSE_SECONDS)
+        wait_for(in_thread(record_event(device).synchronize), patience)
 
 
 def keep_until_done(tensor: torch.Tensor, stream: torch.Stream) -> None:
