@@ -61,9 +61,7 @@ def _mpi4py() -> Caller:
     calls: dict[str, Call] = {
         "allreduce": lambda tensor: world.Allreduce(MPI.IN_PLACE, tensor.numpy()),
         "broadcast": lambda tensor: world.Bcast(tensor.numpy()),
-        "allgather": lambda tensor: world.Allgather(
-            tensor.numpy(), received(tensor, size * len(tensor)).numpy()
-        ),
+        "allgather": lambda tensor: world.Allgather(tensor.numpy(), received(tensor, size * len(tensor)).numpy()),
         "alltoall": lambda tensor: world.Alltoall(tensor.numpy(), received(tensor, len(tensor)).numpy()),
         "reducescatter": lambda tensor: world.Reduce_scatter_block(
             tensor.numpy(), received(tensor, len(tensor) // size).numpy()

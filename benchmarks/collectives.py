@@ -22,12 +22,8 @@ _BYTES = [4 * 8**power for power in range(9)] + [1 << 28]
 
 def main() -> None:
     options = parser(__doc__, CALLERS, rounds=5, baseline="gloo")
-    options.add_argument(
-        "--collectives", nargs="+", choices=_COLLECTIVES, default=list(_COLLECTIVES), metavar="NAME"
-    )
-    options.add_argument(
-        "--bytes", nargs="+", type=int, default=_BYTES, metavar="N", help="of each process's tensor"
-    )
+    options.add_argument("--collectives", nargs="+", choices=_COLLECTIVES, default=list(_COLLECTIVES), metavar="NAME")
+    options.add_argument("--bytes", nargs="+", type=int, default=_BYTES, metavar="N", help="of each process's tensor")
     options.add_argument("--bandwidth", action="store_true", help="also print GB/s")
     args = options.parse_args()
     chosen = {name: CALLERS[name] for name in args.contestants}

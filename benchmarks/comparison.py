@@ -36,12 +36,8 @@ def parser(
     options = argparse.ArgumentParser(
         description=purpose, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    options.add_argument(
-        "-np", "--processes", type=int, default=2, metavar="N", help="of each contestant (2)"
-    )
-    options.add_argument(
-        "--rounds", type=int, default=rounds, metavar="N", help="of each contestant (%(default)s)"
-    )
+    options.add_argument("-np", "--processes", type=int, default=2, metavar="N", help="of each contestant (2)")
+    options.add_argument("--rounds", type=int, default=rounds, metavar="N", help="of each contestant (%(default)s)")
     options.add_argument(
         "--contestants",
         nargs="+",

@@ -53,9 +53,7 @@ class Bottleneck(nn.Module):
         self.main = nn.Sequential(*layers[:-1])
         self.short: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.short = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+            self.short = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.main(x) + self.short(x))
@@ -86,9 +84,7 @@ def transformer(width: int, heads: int) -> nn.Module:
 MODELS: dict[str, Callable[[bool], tuple[nn.Module, torch.Tensor]]] = {
     "resnet50": lambda is_gpu: (resnet50(), torch.randn((64, 3, 224, 224) if is_gpu else (2, 3, 32, 32))),
     "transformer": lambda is_gpu: (
-        (transformer(768, 12), torch.randn(8, 256, 768))
-        if is_gpu
-        else (transformer(16, 2), torch.randn(2, 4, 16))
+        (transformer(768, 12), torch.randn(8, 256, 768)) if is_gpu else (transformer(16, 2), torch.randn(2, 4, 16))
     ),
     "small": lambda is_gpu: (
         nn.Sequential(*[nn.Linear(64, 64) for _ in range(120)]),
@@ -198,9 +194,7 @@ def run(name: str, settings: argparse.Namespace) -> dict[str, Any] | None:
         "DUALDIST_BACKEND": CONTESTS[name].backend,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    done = subprocess.run(
-        [*command, "--models", *models], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command, "--models", *models], env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
         print(f"{name} failed:\n{done.stderr[-3000:]}", file=sys.stderr)
@@ -219,9 +213,7 @@ def measure(settings: argparse.Namespace) -> None:
     hvd.shutdown()
 
 
-def compared(
-    contest: Contest, name: str, device: torch.device, settings: argparse.Namespace
-) -> dict[str, Any]:
+def compared(contest: Contest, name: str, device: torch.device, settings: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds, ratio, waits and megabytes of each wrapper of a contest for one model."""
     made = {wrap: trainer(name, function, device) for wrap, function in contest.wraps.items()}
     taken: dict[str, list[float]] = {wrap: [] for wrap in made}

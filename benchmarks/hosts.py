@@ -48,9 +48,7 @@ def main() -> None:
     )
     options.add_argument("--hosts", nargs="+", type=int, default=[2, 4], choices=(2, 3, 4), help="(2 4)")
     options.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="of each host (1 2)")
-    options.add_argument(
-        "--mbit", nargs="+", type=int, default=[100, 400, 1000], help="of a link (100 400 1000)"
-    )
+    options.add_argument("--mbit", nargs="+", type=int, default=[100, 400, 1000], help="of a link (100 400 1000)")
     options.add_argument("--ways", nargs="+", choices=_WAYS, default=list(_WAYS), help="(%(default)s)")
     options.add_argument(
         "--models",

@@ -31,9 +31,7 @@ def main() -> None:
     settings = join_world(command_line("Measure what one call costs.", rounds=20))
     horovod.init()
     if horovod.size() != hvd.size():
-        raise SystemExit(
-            f"Horovod connects {horovod.size()} of {hvd.size()} processes: use horovodrun or mpirun."
-        )
+        raise SystemExit(f"Horovod connects {horovod.size()} of {hvd.size()} processes: use horovodrun or mpirun.")
     gloo = start_gloo()
     if hvd.rank() == 0:
         print(f"dualdist on {hvd.backend_name()} ({hvd.transport_name()}), {hvd.size()} processes")
@@ -51,9 +49,7 @@ def main() -> None:
     compare("barrier", barriers, 50, settings.rounds)
     late = late_async_call()
     if hvd.rank() == 0:
-        print(
-            f"allreduce_async while the others are {LATE_SECONDS:g} s late: returns after {late * 1e3:.3f} ms"
-        )
+        print(f"allreduce_async while the others are {LATE_SECONDS:g} s late: returns after {late * 1e3:.3f} ms")
         for function in (hvd.rank, hvd.size):
             print(f"{function.__name__}(): {timeit.timeit(function, number=10_000) * 100:.2f} us")
     hvd.shutdown()

@@ -92,9 +92,7 @@ class _Blocks(nn.Module):
         return output
 
 
-def _blocks(
-    *, first_is_last: bool = False, dtype: torch.dtype = torch.float32
-) -> tuple[nn.Module, torch.Tensor]:
+def _blocks(*, first_is_last: bool = False, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.Tensor]:
     """Return a model and its batch.
 
     Args:
@@ -112,9 +110,7 @@ MODELS: Mapping[str, Model] = {
     "small": Model(_small, 150, "240 tensors, 0.5 MB: bookkeeping"),
     "transformer": Model(_transformer, 25, "6 encoder layers of width 256, 19 MB"),
     "blocks": Model(_blocks, 8, "8 residual blocks of width 720, 36 MB: backward hides the transfer"),
-    "mixed": Model(
-        lambda: _blocks(dtype=torch.float64), 8, "the blocks in float64, norms and head in float32"
-    ),
+    "mixed": Model(lambda: _blocks(dtype=torch.float64), 8, "the blocks in float64, norms and head in float32"),
     "late": Model(lambda: _blocks(first_is_last=True), 8, "the blocks, the first layer registered last"),
 }
 """name -> the model."""

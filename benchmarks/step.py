@@ -21,9 +21,7 @@ def main() -> None:
     options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     options.add_argument("--hook", choices=HOOKS, default="none", help="a communication hook (%(default)s)")
     args = options.parse_args()
-    chosen = {
-        name: TRAINERS[name] for name in args.contestants if args.hook == "none" or TRAINERS[name].takes_hooks
-    }
+    chosen = {name: TRAINERS[name] for name in args.contestants if args.hook == "none" or TRAINERS[name].takes_hooks}
     figures = [f"{name} {kind}" for name in args.models for kind in ("ms", "CPU ms")]
     compare("step_worker.py", chosen, [args.hook, *args.models], figures, args)
 

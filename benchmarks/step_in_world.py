@@ -47,19 +47,13 @@ _WARM_UP_STEPS = 12
 
 def main() -> None:
     parser = command_line("Measure what one training step costs.", rounds=8)
-    parser.add_argument(
-        "--hook", choices=tuple(HOOKS), default="none", help="a communication hook (%(default)s)"
-    )
+    parser.add_argument("--hook", choices=tuple(HOOKS), default="none", help="a communication hook (%(default)s)")
     parser.add_argument(
         "--models", nargs="+", choices=tuple(MODELS), default=["cnn", "mlp", "small"], help="(%(default)s)"
     )
     parser.add_argument("--copies", type=int, help="models of each contestant, if memory is short (2 or 3)")
-    parser.add_argument(
-        "--peers", nargs="+", choices=("DDP", "Horovod"), default=["DDP", "Horovod"], help="(both)"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all figures, by model and contestant"
-    )
+    parser.add_argument("--peers", nargs="+", choices=("DDP", "Horovod"), default=["DDP", "Horovod"], help="(both)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, by model and contestant")
     settings = join_world(parser)
     horovod = importlib.import_module("horovod.torch") if "Horovod" in settings.peers else None
     if horovod is not None:
@@ -67,9 +61,7 @@ def main() -> None:
     gloo = start_gloo() if "DDP" in settings.peers else None
     measured = {}
     if hvd.rank() == 0:
-        print(
-            f"dualdist on {hvd.backend_name()} ({hvd.transport_name()}), {hvd.size()} processes; ms per step"
-        )
+        print(f"dualdist on {hvd.backend_name()} ({hvd.transport_name()}), {hvd.size()} processes; ms per step")
     for name in settings.models:
         torch.manual_seed(0)
         steps: list[tuple[str, Step]] = []
@@ -136,9 +128,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Ten
     return step
 
 
-def compare(
-    name: str, steps: list[tuple[str, Step]], rounds: int, turn: int
-) -> dict[str, dict[str, list[float]]]:
+def compare(name: str, steps: list[tuple[str, Step]], rounds: int, turn: int) -> dict[str, dict[str, list[float]]]:
     """Print the median step of each contestant, and the ratios of ours to the others'. Return rank 0's figures.
 
     They are one number for each round: contestant -> "ms", "CPU ms" and "MB", which its host sends to other hosts.

@@ -30,9 +30,7 @@ def main() -> None:
     member = TRAINERS[contestant].join()
     figures = {"init s": time.perf_counter() - began}
     for name in names:
-        figures |= {
-            f"{name} {what}": value for what, value in _measured(member, MODELS[name], HOOKS[hook]).items()
-        }
+        figures |= {f"{name} {what}": value for what, value in _measured(member, MODELS[name], HOOKS[hook]).items()}
         gc.collect()
     Path(folder, f"{member.rank}.json").write_text(json.dumps(figures))
     member.leave()

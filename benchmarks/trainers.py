@@ -80,9 +80,7 @@ def _horovod() -> Member:
 
     def wrap(model: nn.Module, hook: Any) -> Wrapped:
         horovod.broadcast_parameters(model.state_dict(), 0)
-        return _wrapped(
-            model, horovod.DistributedOptimizer(_sgd(model), named_parameters=model.named_parameters())
-        )
+        return _wrapped(model, horovod.DistributedOptimizer(_sgd(model), named_parameters=model.named_parameters()))
 
     horovod.init()
     return Member(horovod.rank(), wrap, horovod.shutdown)
@@ -123,9 +121,7 @@ def _fabric() -> Member:
     return Member(fabric.global_rank, wrap, lambda: None)
 
 
-def _ours(
-    backend: str, transport: str, *packages: str, uses_mpi: bool = False
-) -> dict[str, Contestant[Member]]:
+def _ours(backend: str, transport: str, *packages: str, uses_mpi: bool = False) -> dict[str, Contestant[Member]]:
     return {
         f"dualdist {backend}+{transport} {style}": Contestant(
             partial(_dualdist, backend, transport, style), packages, uses_mpi, takes_hooks=True

@@ -38,9 +38,7 @@ def with_contents(path: Path) -> Iterator[Path]:
 def shown(folder: Path) -> list[Path]:
     """Return the files and folders of a folder, without what running it has written."""
     found = sorted(folder.iterdir())
-    return [
-        path for path in found if path.suffix in LANGUAGES or (path.is_dir() and path.name != "__pycache__")
-    ]
+    return [path for path in found if path.suffix in LANGUAGES or (path.is_dir() and path.name != "__pycache__")]
 
 
 def page_of(path: Path) -> str:
@@ -64,9 +62,7 @@ def text_of(path: Path) -> str:
         return text
     if path.suffix == ".ipynb":
         cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
-        return "\n\n".join(
-            cell if kind == "markdown" else f"~~~~python\n{cell}\n~~~~" for kind, cell in cells
-        )
+        return "\n\n".join(cell if kind == "markdown" else f"~~~~python\n{cell}\n~~~~" for kind, cell in cells)
     return f"---\nsearch:\n  boost: 0.1\n---\n\n# {path.name}\n\n~~~~{LANGUAGES[path.suffix]}\n{text}~~~~\n"
 
 

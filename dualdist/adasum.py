@@ -101,9 +101,7 @@ class AdasumStep(Combiner):
             return
         with torch.no_grad():
             pairs = [self._compression.compress(param - start) for param, start in before]
-            combined: Any = grouped_allreduce_(
-                [sent for sent, _ in pairs], op=Adasum, process_set=self._process_set
-            )
+            combined: Any = grouped_allreduce_([sent for sent, _ in pairs], op=Adasum, process_set=self._process_set)
             for (param, start), change, (_, ctx) in zip(before, combined, pairs, strict=True):
                 param.copy_(start + self._compression.decompress(change, ctx))
 

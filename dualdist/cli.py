@@ -66,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("-v", "--version", action="version", version=__version__)
     parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND")
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="those of the command; see COMMAND --help"
-    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the command; see COMMAND --help")
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         parser.print_help(sys.stderr)

@@ -224,9 +224,7 @@ class HookedBucket(Work):
             self.finish()
         found, has_failed = self._failure_elsewhere(), isinstance(self.error, RuntimeError)
         if found is not None and self.result is None and (self.error is None or has_failed):
-            raise HorovodInternalError(
-                f"communication hook {self._hook.name} failed on another rank: {found[1]}"
-            )
+            raise HorovodInternalError(f"communication hook {self._hook.name} failed on another rank: {found[1]}")
         if (current := streams.current_stream(self.device)) is not None and self._stream is not None:
             streams.wait_event(self.device, streams.record_event(self.device, self._stream))
             if self.result is not None:

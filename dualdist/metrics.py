@@ -128,9 +128,7 @@ def _checked(outputs: Any, indices: Any) -> tuple[list[torch.Tensor], torch.Tens
         check_rows(batch, f"outputs[{place}]")
     if not isinstance(indices, torch.Tensor):
         given = items("indices", indices, "dataset indices", "Pass the sampler or a list.")
-        indices = torch.tensor(
-            [integer("indices", index) for index in given], dtype=torch.int64, device="cpu"
-        )
+        indices = torch.tensor([integer("indices", index) for index in given], dtype=torch.int64, device="cpu")
     count = sum(len(batch) for batch in batches)
     if indices.shape != (count,) or indices.is_floating_point():
         raise ValueError(
@@ -157,9 +155,7 @@ def _in_order(rows: torch.Tensor, places: torch.Tensor, length: int | None) -> t
 def _common(kinds: Sequence[T], what: str) -> T:
     """Return the common value of all `kinds`. Raises ValueError, which names `what` differs, when they differ."""
     if any(kind != kinds[0] for kind in kinds):
-        raise ValueError(
-            f"All tensors must have the same {what}, but have {sorted(map(str, set(kinds)))} instead."
-        )
+        raise ValueError(f"All tensors must have the same {what}, but have {sorted(map(str, set(kinds)))} instead.")
     return kinds[0]
 
 
@@ -271,9 +267,7 @@ class Mean(Metric):
             self._add(torch.stack([added, torch.full_like(added, values.numel())]))
             return
         if not isinstance(count, torch.Tensor):
-            samples = torch.full_like(
-                added, number("count", count, least=0, fix="Pass the number of samples.")
-            )
+            samples = torch.full_like(added, number("count", count, least=0, fix="Pass the number of samples."))
         elif count.numel() == 1:
             samples = count.to(added).reshape(())
         else:
@@ -305,9 +299,7 @@ class Sum(Metric):
         shape = self._local.shape
         leading = values.dim() - len(shape)
         if leading < 0 or values.shape[leading:] != shape:
-            raise ValueError(
-                f"`values` must end in the shape {tuple(shape)}, but has {tuple(values.shape)} instead."
-            )
+            raise ValueError(f"`values` must end in the shape {tuple(shape)}, but has {tuple(values.shape)} instead.")
         if values.is_floating_point() and not self._local.is_floating_point():
             raise ValueError(
                 f"`values` must be integers to be added up in {self._local.dtype}, but are {values.dtype} instead."
@@ -364,8 +356,7 @@ class ConfusionMatrix(Metric):
         wrong = int(total.sum() - matrix.sum())
         if wrong:
             raise ValueError(
-                f"`predicted` and `targets` must be at least 0 and below {len(matrix)}, "
-                f"but {wrong} samples are not."
+                f"`predicted` and `targets` must be at least 0 and below {len(matrix)}, but {wrong} samples are not."
             )
         return matrix
 
@@ -380,9 +371,7 @@ def compute(metrics: Mapping[str, Metric]) -> dict[str, torch.Tensor]:
         instance(f"metrics[{name!r}]", metric, Metric, "a Metric", fix)
     process_set = next((metric.process_set for metric in metrics.values()), global_process_set)
     if not metrics or any(metric.process_set is not process_set for metric in metrics.values()):
-        raise ValueError(
-            f"`metrics` must be one or more metrics of one process set, but are {dict(metrics)} instead."
-        )
+        raise ValueError(f"`metrics` must be one or more metrics of one process set, but are {dict(metrics)} instead.")
     names = sorted(metrics, key=repr)
     counters = [metrics[name]._local.cpu() for name in names]
     called = f"metrics.compute({', '.join(map(repr, names))})"

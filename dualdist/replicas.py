@@ -45,9 +45,7 @@ def warn_of_differences(params: Sequence[TrackedParameter], options: SyncOptions
     values = torch.cat(
         [_checksums(params), torch.tensor([_hash(repr(value)) for value in numbers.values()], device="cpu")]
     )
-    least = allreduce_(
-        torch.stack([values, -values]), op=Min, name=f"dualdist.start.{number}", process_set=process_set
-    )
+    least = allreduce_(torch.stack([values, -values]), op=Min, name=f"dualdist.start.{number}", process_set=process_set)
     wrong = [name for name, low, high in zip(names, *least.tolist(), strict=True) if low != -high]
     if wrong and channel_of(process_set).group.rank == 0:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
@@ -169,9 +167,7 @@ def check_replicas(
     first = wrong_names[0]
     values = [replica.get(first) for replica in replicas]
     most = Counter(values).most_common(1)[0][0]
-    others = [
-        rank for rank, value in zip(channel_of(process_set).group.ranks, values, strict=True) if value != most
-    ]
+    others = [rank for rank, value in zip(channel_of(process_set).group.ranks, values, strict=True) if value != most]
     what = next(value[0] for value in (most, *values) if value is not None)
     more = f" {len(wrong_names) - 1} more differ, such as {wrong_names[1]!r}." if len(wrong_names) > 1 else ""
     raise ReplicaMismatchError(
@@ -186,11 +182,7 @@ def _of_model(model: nn.Module, batch_norm_buffers: bool) -> Iterator[tuple[str,
     own = set()
     if not batch_norm_buffers:
         layers = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "running_mean")]
-        own = {
-            f"{name}.{key}".lstrip(".")
-            for name, layer in layers
-            for key, _ in layer.named_buffers(recurse=False)
-        }
+        own = {f"{name}.{key}".lstrip(".") for name, layer in layers for key, _ in layer.named_buffers(recurse=False)}
     yield from ((f"{name}.training".lstrip("."), module.training) for name, module in model.named_modules())
     yield from ((f"{name}.requires_grad", param.requires_grad) for name, param in model.named_parameters())
     yield from model.named_parameters()

@@ -40,9 +40,7 @@ SCATTER = Kind("scatter", "SCATTER")
 SCATTER_OBJECT = Kind("scatter_object", "SCATTER")
 
 
-def gather_rows(
-    group: Group, tensor: torch.Tensor, root: int, rows: Sequence[int]
-) -> tuple[torch.Tensor, list[int]]:
+def gather_rows(group: Group, tensor: torch.Tensor, root: int, rows: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
     """Return the rows of all members and their number from each on the member `root`, no rows elsewhere.
 
     rows: of each member.
@@ -211,9 +209,7 @@ def reduce(
     plan = plan_reduce(tensor, root_rank, reduction, name, process_set=process_set)
     is_recorded = torch.is_grad_enabled() and tensor.requires_grad
     if is_recorded and Reduction.of(plan.call).op not in (Sum, Average):
-        raise NotImplementedError(
-            "`reduce` is differentiable for Sum and Average. Use allreduce for other ops."
-        )
+        raise NotImplementedError("`reduce` is differentiable for Sum and Average. Use allreduce for other ops.")
     return plan.run(reduce_gradient)
 
 

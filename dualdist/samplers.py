@@ -253,9 +253,7 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
         epoch = checked_epoch(state_dict["epoch"], "state_dict['epoch']")
         seed = checked_seed(state_dict["seed"], "state_dict['seed']")
         length = integer("state_dict['length']", state_dict["length"], least=0)
-        consumed = integer(
-            "state_dict['num_consumed']", state_dict["num_consumed"], least=0, below=length + 1
-        )
+        consumed = integer("state_dict['num_consumed']", state_dict["num_consumed"], least=0, below=length + 1)
         self.epoch, self.seed = epoch, seed
         self._expect(length)
         self._start_at(consumed)

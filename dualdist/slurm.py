@@ -96,9 +96,7 @@ def node_address(node: str) -> str:
         return socket.gethostbyname(node)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["scontrol", "show", "node", node]
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=True
-        )
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=True)
         found = re.search(r"\bNodeAddr=(\S+)", answer.stdout)
         if found:
             return found[1]

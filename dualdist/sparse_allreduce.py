@@ -42,9 +42,7 @@ def sparse_allreduce_async(
     with reporting(GROUPED_ALLGATHER, process_set):
         op = reduce_op(op)
         if op not in (Sum, Average):
-            raise ValueError(
-                f"`op` must be Sum or Average for sparse tensors, but is {REDUCE_OP_NAMES[op]} instead."
-            )
+            raise ValueError(f"`op` must be Sum or Average for sparse tensors, but is {REDUCE_OP_NAMES[op]} instead.")
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
             raise wrong("tensor", "a sparse COO tensor", tensor, "Use allreduce_async for others.", TypeError)
         own = tensor.coalesce()

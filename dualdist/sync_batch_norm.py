@@ -334,9 +334,7 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         process_set = _chosen_set(process_set, process_group)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise wrong(
-                "dtype", "a floating-point torch.dtype or None", dtype, "Pass torch.float32.", TypeError
-            )
+            raise wrong("dtype", "a floating-point torch.dtype or None", dtype, "Pass torch.float32.", TypeError)
         super().__init__(
             integer("num_features", num_features, least=1, below=1 << 31),
             number("eps", eps, least=0),
@@ -374,9 +372,7 @@ class SyncBatchNorm(_BatchNorm):
         if found is None:
             return super().forward(input)  # an empty output; the running statistics do not change
         self._track(found)
-        output: torch.Tensor = _Normalize.apply(
-            input, self.weight, self.bias, found, self.eps, self.process_set
-        )
+        output: torch.Tensor = _Normalize.apply(input, self.weight, self.bias, found, self.eps, self.process_set)
         return output
 
     @torch.no_grad()
@@ -452,9 +448,7 @@ def _chosen_set(process_set: Any, process_group: Any) -> ProcessSet:
     if process_group is None:
         return checked_process_set(process_set)
     if process_set is not global_process_set:
-        raise ValueError(
-            "`process_group` must be None if `process_set` is passed, but is not. Pass one of them."
-        )
+        raise ValueError("`process_group` must be None if `process_set` is passed, but is not. Pass one of them.")
     return checked_process_set(process_group, "process_group")
 
 
@@ -506,9 +500,7 @@ def layers_with(params: Sequence[torch.Tensor]) -> Iterator[torch.nn.Module]:
     def found() -> list[torch.nn.Module]:
         # Not gc.get_objects(): while its list exists, a tuple that another thread is just making raises SystemError.
         layers = [value for value in gc.get_referrers(*kinds) if type(value) in kinds]
-        return [
-            layer for layer in layers if any(id(param) in own for param in layer.parameters(recurse=False))
-        ]
+        return [layer for layer in layers if any(id(param) in own for param in layer.parameters(recurse=False))]
 
     if found():
         gc.collect()  # layers that were converted may be garbage

@@ -45,9 +45,7 @@ state: dict[str, Any] = {"model": model, "optimizer": optimizer, "sampler": samp
 
 def train(manager: hvd.checkpoint.CheckpointManager | None) -> None:
     step = manager.steps if manager else 0
-    loader: Any = torch.utils.data.DataLoader(
-        data, rows, sampler=sampler, drop_last=True, generator=torch.Generator()
-    )
+    loader: Any = torch.utils.data.DataLoader(data, rows, sampler=sampler, drop_last=True, generator=torch.Generator())
     while step < arguments.steps:
         sampler.set_epoch(state["epoch"])
         # As many batches as a step takes at a time; fewer at the end of an epoch are left out.

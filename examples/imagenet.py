@@ -120,9 +120,7 @@ state: dict[str, Any] = {
     "epoch": 0,
 }
 
-manager = (
-    hvd.checkpoint.CheckpointManager(settings.checkpoint_dir, state) if settings.checkpoint_dir else None
-)
+manager = hvd.checkpoint.CheckpointManager(settings.checkpoint_dir, state) if settings.checkpoint_dir else None
 if manager:
     manager.restore_latest()
 for epoch in range(state["epoch"], epochs):

@@ -23,9 +23,7 @@ from torch.nn import functional as F
 
 import dualdist as hvd
 
-parser = argparse.ArgumentParser(
-    description="Measure images per second, on random images of 224 x 224 pixels."
-)
+parser = argparse.ArgumentParser(description="Measure images per second, on random images of 224 x 224 pixels.")
 add = parser.add_argument
 add("--fp16-allreduce", action="store_true", help="use fp16 compression during allreduce")
 add("--model", help="model of torchvision to benchmark (resnet50; on a CPU resnet18)")

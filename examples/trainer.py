@@ -49,9 +49,7 @@ class Trainer:
         log(f"Resuming training from snapshot at epoch {self.epochs_run}")
 
     def _save_snapshot(self) -> None:
-        hvd.checkpoint.save(
-            self.snapshot, self._state()
-        )  # rank 0 writes a file that is complete or not there
+        hvd.checkpoint.save(self.snapshot, self._state())  # rank 0 writes a file that is complete or not there
         log(f"Epoch {self.epochs_run} | Training snapshot saved at {self.snapshot}")
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

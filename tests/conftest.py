@@ -32,18 +32,14 @@ FIRST = ("launchers/test_hosts.py", "torch-gloo-3", "horovod-gloo-2", "Slurm")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--worlds", help="run behaviours in these worlds alone, such as torch-gloo-2,horovod-mpi-3"
-    )
+    parser.addoption("--worlds", help="run behaviours in these worlds alone, such as torch-gloo-2,horovod-mpi-3")
     parser.addoption(
         "--programs",
         type=int,
         help="random programs in each world of tests/parity/test_programs.py and test_mutations.py; "
         "by default 25, with --all 50",
     )
-    parser.addoption(
-        "--program-seed", type=int, help="run this program of tests/parity/test_mutations.py alone"
-    )
+    parser.addoption("--program-seed", type=int, help="run this program of tests/parity/test_mutations.py alone")
     parser.addoption(
         "--all",
         action="store_true",
@@ -65,9 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("suite")
     if config.option.times:
         config.pluginmanager.register(TimeTable())
-    config.addinivalue_line(
-        "markers", "core: the tests that a contributor runs first; see tests/selection.py"
-    )
+    config.addinivalue_line("markers", "core: the tests that a contributor runs first; see tests/selection.py")
     for name in MARKS:
         config.addinivalue_line("markers", f"{name}(where): left to a later suite; see selection.py")
     config.addinivalue_line("markers", "ranks(*sizes): the numbers of ranks that a behaviour is about")

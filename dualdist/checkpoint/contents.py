@@ -164,9 +164,7 @@ class _Conversion:
     def _mapping(self, value: Mapping[Any, Any], where: str) -> Any:
         for key in value:
             if not isinstance(key, str | int | float | tuple | None):
-                raise TypeError(
-                    f"`{where}` must have plain keys, but has {key!r}, a {type(key).__name__}, instead."
-                )
+                raise TypeError(f"`{where}` must have plain keys, but has {key!r}, a {type(key).__name__}, instead.")
         items = {key: self.convert(item, f"{where}[{key!r}]") for key, item in value.items()}
         if isinstance(value, Counter):
             return Counter(items)
@@ -301,9 +299,7 @@ def state_of(value: Any) -> Any:
 def check_state(state: Any) -> list[str]:
     """Return the names in `state`, sorted. Raise TypeError if it cannot be saved and restored."""
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise TypeError(
-            f"`state` must be a dictionary from names to objects and values, but is {state!r} instead."
-        )
+        raise TypeError(f"`state` must be a dictionary from names to objects and values, but is {state!r} instead.")
     plain = {name: value for name, value in state.items() if not is_stateful(value)}
     for name, value in plain.items():
         with _without_cycles(f"state[{name!r}]"):

@@ -49,9 +49,7 @@ _KINDS = {
 
 def damaged(path: object, reason: str) -> DamagedCheckpointError:
     """Return the error for a file that is not a complete checkpoint of dualdist."""
-    return DamagedCheckpointError(
-        f"`path` must be a checkpoint as dualdist wrote it, but {path} is not: {reason}."
-    )
+    return DamagedCheckpointError(f"`path` must be a checkpoint as dualdist wrote it, but {path} is not: {reason}.")
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> BinaryIO:
@@ -159,9 +157,7 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[NewFile]:
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
-        raise FileExistsError(
-            errno.EEXIST, "There is a folder or a special file, which is not replaced", str(path)
-        )
+        raise FileExistsError(errno.EEXIST, "There is a folder or a special file, which is not replaced", str(path))
     temporary = temporary_name(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     file = NewFile(descriptor, durable)
@@ -294,9 +290,7 @@ _END_RECORD = b"PK\5\6"
 _END_BYTES = 22
 
 
-def write_checkpoint(
-    path: Path, values: Mapping[str, Any], manifest: Manifest, *, durable: bool = True
-) -> None:
+def write_checkpoint(path: Path, values: Mapping[str, Any], manifest: Manifest, *, durable: bool = True) -> None:
     """Write `values`, which must be portable (see contents.py). durable: as for `replacing`.
 
     Raises OSError, and ValueError when the manifest is too long.
@@ -305,9 +299,7 @@ def write_checkpoint(
     with replacing(path, durable=durable) as file:
         torch.save(dict(values), file)  # type: ignore[arg-type]
         end = file.pending[-_END_BYTES:]  # torch.save writes the end record last, in one piece
-        assert end.startswith(_END_RECORD) and end.endswith(b"\0\0"), (
-            "torch.save has not written a plain zip archive"
-        )
+        assert end.startswith(_END_RECORD) and end.endswith(b"\0\0"), "torch.save has not written a plain zip archive"
         file.pending[-2:] = COMMENT_BYTES.to_bytes(2, "little")
         file.write(comment)
         file.write_pending()

@@ -161,9 +161,7 @@ class CheckpointManager:
 
         options = on_all_ranks(check, CheckpointError)
         if any(other != options[0] for other in options):
-            raise ValueError(
-                f"The options of a manager must be equal on all ranks, but are {options} instead."
-            )
+            raise ValueError(f"The options of a manager must be equal on all ranks, but are {options} instead.")
         self._every_steps, self._every_seconds, self._agree_every = every_steps, every_seconds, agree_every
         self._asynchronous, self._exit_code = asynchronous, exit_code
         self._agrees = asynchronous or bool(signals) or every_seconds is not None

@@ -169,9 +169,7 @@ class _Restoration:
             try:
                 load()
             except Exception as error:
-                raise CheckpointError(
-                    f"`{name}` could not load its state from {self._origin}: {error!r}"
-                ) from error
+                raise CheckpointError(f"`{name}` could not load its state from {self._origin}: {error!r}") from error
 
     def give_back(self) -> None:
         """Load the former states into the objects that have started to load, except modules and optimizers."""
@@ -216,9 +214,7 @@ def _fit_object(value: Any, saved: Any, converted: set[int]) -> tuple[Load | Non
     return None if mismatches else load, mismatches
 
 
-def _fit_module(
-    module: torch.nn.Module, saved: Mapping[str, Any], converted: set[int]
-) -> tuple[Load, list[str]]:
+def _fit_module(module: torch.nn.Module, saved: Mapping[str, Any], converted: set[int]) -> tuple[Load, list[str]]:
     own = state_of(module)
     fitting, mismatches = fitting_part(own, saved)
     for name, value in fitting.items():

@@ -210,9 +210,7 @@ def checked_metrics(metrics: Any) -> Mapping[str, float]:
     for name, value in mapping("metrics", {} if metrics is None else metrics, fix=fix).items():
         text("metrics", name, fix)
         place = f"metrics[{name!r}]"
-        checked[name] = converted(
-            place, value, float, "a number", "Pass a float.", without=bool | str | bytes
-        )
+        checked[name] = converted(place, value, float, "a number", "Pass a float.", without=bool | str | bytes)
     return checked
 
 

@@ -108,9 +108,7 @@ class HorovodFinder(MetaPathFinder, Loader):
         if fullname.partition(".")[0] != "horovod":
             return None
         if fullname not in MODULES:
-            remedy = next(
-                (f" {text}" for package, text in _INSTEAD.items() if fullname.startswith(package)), ""
-            )
+            remedy = next((f" {text}" for package, text in _INSTEAD.items() if fullname.startswith(package)), "")
             raise ModuleNotFoundError(
                 f"{fullname} is not available: dualdist.compat replaces only horovod.torch.{remedy} "
                 "Start without dualdist.compat to import the installed Horovod.",

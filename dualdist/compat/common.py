@@ -115,9 +115,7 @@ class HorovodBasics:
         try:
             found: ProcessSet = current_or_inherited().process_sets[process_set_id]
         except KeyError:
-            raise ValueError(
-                f"`process_set_id` must be registered, but is {process_set_id} instead."
-            ) from None
+            raise ValueError(f"`process_set_id` must be registered, but is {process_set_id} instead.") from None
         return found
 
 

@@ -97,7 +97,5 @@ def _get_handler(value: Any) -> StateHandler | None:
 
 def _get_handlers(values: Mapping[str, Any]) -> tuple[dict[str, StateHandler], dict[str, Any]]:
     """Return the handlers of the `values` that have one, by name, and the plain values."""
-    handlers = {
-        name: handler for name, value in values.items() if (handler := _get_handler(value)) is not None
-    }
+    handlers = {name: handler for name, value in values.items() if (handler := _get_handler(value)) is not None}
     return handlers, {name: value for name, value in values.items() if name not in handlers}

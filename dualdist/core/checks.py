@@ -171,9 +171,7 @@ def mapping(name: str, value: Any, *keys: str, fix: str = "") -> Mapping[Any, An
     given: Mapping[Any, Any] = instance(name, value, Mapping, rule, fix)
     missing = [key for key in keys if key not in given]
     if missing:
-        raise ValueError(
-            f"`{name}` must be {rule}, but has no {', '.join(map(repr, missing))}.{' ' * bool(fix)}{fix}"
-        )
+        raise ValueError(f"`{name}` must be {rule}, but has no {', '.join(map(repr, missing))}.{' ' * bool(fix)}{fix}")
     return given
 
 

@@ -85,9 +85,7 @@ def choose_devices(views: Sequence[DeviceView]) -> list[int | None]:
     return chosen
 
 
-def shared_devices(
-    views: Sequence[DeviceView], chosen: Sequence[int | None]
-) -> Iterator[tuple[str, int, int]]:
+def shared_devices(views: Sequence[DeviceView], chosen: Sequence[int | None]) -> Iterator[tuple[str, int, int]]:
     """Yield (host, number of its ranks, number of their devices) for hosts where ranks share a device."""
     used: dict[str, list[str]] = defaultdict(list)
     for view, index in zip(views, chosen, strict=True):
@@ -119,9 +117,7 @@ def warn_of_confined_hosts(views: Sequence[DeviceView]) -> None:
         logger.warning(NO_NVLINK, ", ".join(map(shown_host, confined)))
 
 
-def device_of(
-    rank: int, places: Sequence[Place], summaries: Sequence[tuple[str, int] | None]
-) -> torch.device:
+def device_of(rank: int, places: Sequence[Place], summaries: Sequence[tuple[str, int] | None]) -> torch.device:
     """Return the device of `rank`, the CPU if it sees none. places, summaries: of all ranks; None: without devices."""
     views = []
     for place, summary in zip(places, summaries, strict=True):

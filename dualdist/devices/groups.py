@@ -162,9 +162,7 @@ def _abort_once(process_group: Any, step: Callable[[], None]) -> None:
 def _aborts_end(process_groups: Iterable[Any]) -> bool:
     """Wait for the aborts of groups, 30 s after the start of each at most. Return whether all that began have ended."""
     found = [_aborts[group] for group in process_groups if group in _aborts]
-    return all(
-        concurrent.futures.wait([abort], max(0.0, end - time.monotonic())).done for abort, end in found
-    )
+    return all(concurrent.futures.wait([abort], max(0.0, end - time.monotonic())).done for abort, end in found)
 
 
 def _abort_device_part(process_group: Any, device: torch.device) -> None:
@@ -179,9 +177,7 @@ def abort_process_groups() -> None:
 
     With Gloo it ends when another rank closes its connections, by `shutdown` or at its end. Waits at most 30 s.
     """
-    groups = [
-        group for group in dist.distributed_c10d._world.pg_map if hasattr(group, "abort")
-    ]  # since torch 2.7
+    groups = [group for group in dist.distributed_c10d._world.pg_map if hasattr(group, "abort")]  # since torch 2.7
     for group in groups:
         _abort_once(group, group.abort)
     _aborts_end(groups)
@@ -236,9 +232,7 @@ _hash_ranks = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
 class DeviceGroups(TorchGroups):
     """The groups of one world, made by torch.distributed."""
 
-    def _connected(
-        self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool
-    ) -> list[Group]:
+    def _connected(self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool) -> list[Group]:
         make = self._make_members_group if among_members else self._make_group
         return [make(ranks) for _ in range(count)]
 

@@ -161,9 +161,7 @@ def on_streams_of_caller(execute: Execute[T], tensors: Sequence[torch.Tensor]) -
 class Started(Generic[T]):
     """An asynchronous call on streams of its own: after what the caller's streams had to do when it was submitted."""
 
-    def __init__(
-        self, channel: Channel, call: Call, execute: Execute[T], tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, channel: Channel, call: Call, execute: Execute[T], tensors: Sequence[torch.Tensor]) -> None:
         """Submit the call. tensors: what `execute` reads and writes."""
         self._execute: Execute[T] | None = execute
         self._tensors = tensors

@@ -95,9 +95,7 @@ class Section(NamedTuple):
     """What the text shows."""
 
 
-def _sections(
-    env: Mapping[str, str], backend: str | None, transport: str | None, smoke: bool
-) -> Iterator[Section]:
+def _sections(env: Mapping[str, str], backend: str | None, transport: str | None, smoke: bool) -> Iterator[Section]:
     """Yield each section as soon as its facts are known: torch is imported after the first one."""
     transport = transport or env.get("DUALDIST_TRANSPORT") or None
     chosen: dict[str, str | None] = {"backend": None, "transport": transport, "why": None, "problem": None}
@@ -220,9 +218,7 @@ def _mpi(env: Mapping[str, str]) -> Section:
     return Section("mpi", facts, "MPI", {"library": text})
 
 
-def _run(
-    command: list[str], env: Mapping[str, str], seconds: float
-) -> subprocess.CompletedProcess[str] | None:
+def _run(command: list[str], env: Mapping[str, str], seconds: float) -> subprocess.CompletedProcess[str] | None:
     """Run `command` without the variables of launchers in `env`; None if it did not end in time."""
     clean = without_launchers(env)
     try:

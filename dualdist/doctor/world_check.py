@@ -145,10 +145,7 @@ class WorldFacts:
     @property
     def views(self) -> list[DeviceView]:
         """What the processes see, as init() compares it."""
-        return [
-            DeviceView(one.node, one.local_rank, one.devices, numbers=one.device_numbers)
-            for one in self.processes
-        ]
+        return [DeviceView(one.node, one.local_rank, one.devices, numbers=one.device_numbers) for one in self.processes]
 
     @property
     def clocks(self) -> list[float | None]:
@@ -216,9 +213,7 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def _chosen(
-    launch: Launch, env: Mapping[str, str], backend: str | None, transport: str | None
-) -> tuple[str, bool]:
+def _chosen(launch: Launch, env: Mapping[str, str], backend: str | None, transport: str | None) -> tuple[str, bool]:
     """Return the backend that init() would choose and True, or its error and False."""
     try:
         chosen = choose(backend, transport, launch, env)
@@ -466,10 +461,7 @@ def as_json(launcher: str, world: WorldFacts, problems: Sequence[Problem]) -> di
             }
             for process, index in zip(world.processes, choose_devices(world.views), strict=True)
         ],
-        "links": [
-            asdict(link) | {"source": names[link.source], "target": names[link.target]}
-            for link in world.links
-        ],
+        "links": [asdict(link) | {"source": names[link.source], "target": names[link.target]} for link in world.links],
         "problems": [problem._asdict() for problem in problems],
         "warnings": [problem._asdict() for problem in find_warnings(world)],
         "can_train": not problems,
@@ -491,9 +483,7 @@ def as_text(report: Mapping[str, Any]) -> str:
             *([*_table(_link_rows(links)), ""] if links else []),
             *(f"WARNING: {problem['text']}" for problem in report["warnings"]),
             *(f"WRONG: {problem['text']}" for problem in problems),
-            f"{_count(len(problems), 'problem')} must be solved first."
-            if problems
-            else "This allocation can train.",
+            f"{_count(len(problems), 'problem')} must be solved first." if problems else "This allocation can train.",
         ]
     )
 

@@ -252,9 +252,7 @@ class ChangesHosts(Protocol):
 
 def _check_state(state: Any) -> None:
     if not all(callable(getattr(state, name, None)) for name in ("sync", "restore", "on_reset")):
-        raise TypeError(
-            f"`state` must be a TorchState or another State, but is a {type(state).__name__} instead."
-        )
+        raise TypeError(f"`state` must be a TorchState or another State, but is a {type(state).__name__} instead.")
 
 
 def _check_backend() -> None:

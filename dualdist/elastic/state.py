@@ -146,9 +146,7 @@ def _copied_to_host(state: Any) -> Any:
     # deepcopy takes what it finds under the ID of an object in its memo.
     on_devices = {id(leaf): leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)}
     memo = {
-        key: leaf.detach().to("cpu", copy=True)
-        for key, leaf in on_devices.items()
-        if accelerator.has_streams(leaf)
+        key: leaf.detach().to("cpu", copy=True) for key, leaf in on_devices.items() if accelerator.has_streams(leaf)
     }
     return copy.deepcopy(state, memo)
 
@@ -447,9 +445,7 @@ class TorchState(ObjectState):
     for an object with a different state on each rank.
     """
 
-    def __init__(
-        self, model: torch.nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, model: torch.nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
         values = {**kwargs, "model": model, "optimizer": optimizer}
         _check_names(values)
         kinds = {name: handler_class(name, value) for name, value in values.items()}

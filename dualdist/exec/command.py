@@ -74,9 +74,7 @@ def _command(given: list[str], is_module: bool, is_compat: bool) -> list[str]:
     if not words:
         raise ConfigurationError("A script must be given, but is absent. Write `dualdist exec train.py`.")
     if is_command and (is_module or is_compat):
-        raise ConfigurationError(
-            "After `--` comes a command, which -m and --compat do not change. Leave them out."
-        )
+        raise ConfigurationError("After `--` comes a command, which -m and --compat do not change. Leave them out.")
     options = ["-m", "dualdist.compat"] * is_compat + ["-m"] * is_module
     return words if is_command else [sys.executable, *options, *words]
 

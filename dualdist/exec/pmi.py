@@ -88,9 +88,7 @@ class PmiBoard(PublishedBoard):
     Several programs may meet in turn in the same place of a job. Each rank counts its meetings, by a key for each.
     """
 
-    def __init__(
-        self, launch: Launch, env: Mapping[str, str], manager: ProcessManager, seconds: float
-    ) -> None:
+    def __init__(self, launch: Launch, env: Mapping[str, str], manager: ProcessManager, seconds: float) -> None:
         """seconds: to wait for the other processes."""
         super().__init__(launch, env)
         self._rank, self._manager, self._seconds = launch.rank, manager, seconds
@@ -178,9 +176,7 @@ class Pmi1(ProcessManager):
         if answer.get("rc", "0") != "0":
             if command.startswith("get "):  # the key is absent
                 return {}
-            raise ConfigurationError(
-                f"The process manager must accept {command!r}, but answers {line!r}. {_INSTEAD}"
-            )
+            raise ConfigurationError(f"The process manager must accept {command!r}, but answers {line!r}. {_INSTEAD}")
         return answer
 
 

@@ -81,9 +81,7 @@ memory that Horovod keeps: with two of 52 MB, a peak of 1.08 instead of 1.00 tim
 """
 
 
-def start_variables(
-    env: Mapping[str, str], transport: str | None, *, uses_mpi: bool
-) -> dict[str, str | None]:
+def start_variables(env: Mapping[str, str], transport: str | None, *, uses_mpi: bool) -> dict[str, str | None]:
     """Return the variables to set before Horovod starts, and None for those to unset.
 
     Args:
@@ -157,9 +155,7 @@ class GlooRendezvous:
             self.server.close()
 
 
-def serve_rendezvous(
-    meeting: Meeting, launch: Launch, env: Mapping[str, str], settings: Settings
-) -> GlooRendezvous:
+def serve_rendezvous(meeting: Meeting, launch: Launch, env: Mapping[str, str], settings: Settings) -> GlooRendezvous:
     """Serve Horovod's rendezvous from rank 0, and return the variables that hvd.init() reads. Collective."""
     own_part = [horovods_version(), launch.local_rank]
     shared = open_store(meeting, env, settings.start_timeout_seconds, own_part)
@@ -306,9 +302,7 @@ class HorovodBackend(Backend):
         return _has_launchers_server(env)
 
     @classmethod
-    def start(
-        cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
-    ) -> HorovodBackend:
+    def start(cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None) -> HorovodBackend:
         cls._check_build()
         if stuck.is_set():
             raise HorovodInternalError(
@@ -393,9 +387,7 @@ class HorovodBackend(Backend):
                 "torch."
             )
         if transport == "mpi" and not (hvd.mpi_built() and (launch.starts_mpi or launch.size == 1)):
-            lacking = (
-                f"{launch.launcher} does not start it" if hvd.mpi_built() else "Horovod was built without it"
-            )
+            lacking = f"{launch.launcher} does not start it" if hvd.mpi_built() else "Horovod was built without it"
             raise BackendUnavailableError(
                 f"`transport` must be gloo for Horovod here, but is 'mpi' instead: it needs MPI, and {lacking}. Start "
                 "with a launcher that starts MPI (mpirun, srun --mpi=pmix) and a Horovod built for it, or choose gloo."

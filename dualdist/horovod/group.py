@@ -155,9 +155,7 @@ class _HorovodWork(Work):
 class HorovodGroup(Group):
     reduce_dtypes = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
 
-    def __init__(
-        self, ranks: Sequence[int], rank: int, process_set: Any, prefix: str, timeout: float
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, process_set: Any, prefix: str, timeout: float) -> None:
         super().__init__(ranks, rank)
         self._set = process_set
         self._prefix = prefix
@@ -191,9 +189,7 @@ class HorovodGroup(Group):
         return self._broadcast(tensor, root, f"broadcast.{next(self._broadcasts)}")
 
     def broadcast_all_(self, tensors: Iterable[torch.Tensor], root: int) -> Work:
-        works = [
-            self._broadcast(tensor, root, f"broadcast_all.{number}") for number, tensor in enumerate(tensors)
-        ]
+        works = [self._broadcast(tensor, root, f"broadcast_all.{number}") for number, tensor in enumerate(tensors)]
         return CombinedWork(works)
 
     def _broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work:

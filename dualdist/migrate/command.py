@@ -238,9 +238,7 @@ def _import_from(source: Source, node: ast.ImportFrom, module: str) -> Finding:
     if "" in homes or len(set(homes)) > 1 or found is None:
         each = zip(homes, names, strict=True)
         there = [f"`from {home} import {name}`" if home else f"no {module}.{name}" for home, name in each]
-        text = (
-            "; ".join(there) if names != ["*"] else "functions of the same names: replace * by those in use"
-        )
+        text = "; ".join(there) if names != ["*"] else "functions of the same names: replace * by those in use"
         return Finding(node.lineno, "by hand", f"dualdist has {text}. {_COMPAT}")
     text = f"import from {homes[0]} instead of {module}"
     return Finding(node.lineno, "change", text, ((*found.span(1), homes[0]),))
@@ -367,9 +365,7 @@ class Job:
     def _first_lines(self, source: Source, is_edited: bool) -> Iterator[Finding]:
         """Yield the imports that the changes need, and the first call of a file that is started."""
         is_started = self.replaces and source in self.started
-        body = [
-            node for node in source.tree.body if not re.match(r"from __future__|['\"]", ast.unparse(node))
-        ]
+        body = [node for node in source.tree.body if not re.match(r"from __future__|['\"]", ast.unparse(node))]
         torch = [node for node in body if re.match(r"(import|from) torch\b", ast.unparse(node))]
         if is_started or (is_edited and not source.imports_dualdist):
             text = "import dualdist as hvd" if source.module == "hvd" else "import dualdist"
@@ -506,9 +502,7 @@ def _init_arguments(source: Source, call: Any) -> Start | None:
         return None
     numbers = {name: given[name] for name in ("rank", "world_size") if name in given}
     computed = {
-        name: node
-        for name, node in numbers.items()
-        if not _is_number(source, node, name.removeprefix("world_"))
+        name: node for name, node in numbers.items() if not _is_number(source, node, name.removeprefix("world_"))
     }
     # Given rank and size, the method is only where the processes meet.
     methods = source.values(given["init_method"]) if "init_method" in given else []
@@ -541,9 +535,7 @@ def _is_number(source: Source, node: Any, number: str) -> bool:
     """Return whether an expression surely is this number of the process (rank, size), as the launcher reports it."""
     for value in source.values(node):
         text = ast.unparse(value)
-        read = re.fullmatch(
-            r"(?:int\()?os\.(?:environ|environ.get|getenv)[\[(]'(\w+)'(?:, '?\d'?)?[])]\)?", text
-        )
+        read = re.fullmatch(r"(?:int\()?os\.(?:environ|environ.get|getenv)[\[(]'(\w+)'(?:, '?\d'?)?[])]\)?", text)
         of_mpi = re.fullmatch(rf"(.+)\.(?:Get_{number}\(\)|{number})", text)
         comms = source.values(ast.parse(of_mpi[1], mode="eval").body) if of_mpi else []
         is_comm = bool(comms) and all(source.dotted(comm) == "mpi4py.MPI.COMM_WORLD" for comm in comms)

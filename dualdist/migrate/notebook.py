@@ -14,9 +14,7 @@ from typing import Any
 _JSON: Any = json  # with names that its type stubs lack
 _CELL, HIDDEN = "#\x1e", "#\x1f"
 """The line before each cell, and what makes a comment of a line. Notebooks have neither."""
-_IPYTHON = re.compile(
-    r"([ \t]*)((?:[%!?]|[\w., *()\[\]]+=[ \t]*[%!]|.*\?[ \t\r]*$)(?:.*\\\n)*.*)", re.MULTILINE
-)
+_IPYTHON = re.compile(r"([ \t]*)((?:[%!?]|[\w., *()\[\]]+=[ \t]*[%!]|.*\?[ \t\r]*$)(?:.*\\\n)*.*)", re.MULTILINE)
 
 
 class Notebook:

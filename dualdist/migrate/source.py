@@ -102,9 +102,7 @@ class Source:
         self.module = top[0] if top else "hvd" if "hvd" not in self.bindings else "dualdist"
         """The name of dualdist in this file, or the one that it gets."""
         self.joins = [call for package in ("horovod", "dualdist") for call in self.calls(package, "init")]
-        options = [
-            call for call in self.nodes if getattr(getattr(call, "func", 0), "attr", "") == "add_argument"
-        ]
+        options = [call for call in self.nodes if getattr(getattr(call, "func", 0), "attr", "") == "add_argument"]
         flags = {call: {getattr(flag, "value", "") for flag in call.args} for call in options}
         options = [call for call in options if flags[call] & {"--local_rank", "--local-rank"}]
         self.options = [call for call in options if "LOCAL_RANK" not in self.segment(call)]
@@ -138,10 +136,7 @@ class Source:
 
     def meaning(self, name: str) -> str:
         """Return what a name is imported from; "" if it is bound in another way, too, except to None."""
-        pairs = [
-            (getattr(self.parents[node], "value", 0), meaning)
-            for node, meaning in self.bindings.get(name, ())
-        ]
+        pairs = [(getattr(self.parents[node], "value", 0), meaning) for node, meaning in self.bindings.get(name, ())]
         bound = {meaning for value, meaning in pairs if meaning or getattr(value, "value", 0) is not None}
         return bound.pop() if len(bound) == 1 else ""
 

@@ -154,9 +154,7 @@ class Buffer(Block):
 
     def overlaps(self, other: Buffer) -> bool:
         """Return whether two buffers share memory. MPI does not allow that."""
-        return (
-            self.address < other.address + other.num_bytes and other.address < self.address + self.num_bytes
-        )
+        return self.address < other.address + other.num_bytes and other.address < self.address + self.num_bytes
 
     def divide(self, size: int) -> None:
         """Turn a sum into an average. Averages of integers are truncated toward zero."""
@@ -266,9 +264,7 @@ class Communicator:
             return self._exchange([sent] * self.size, self._rows(received), [received])
         is_in_place = sent.num_bytes > 0 and sent.address == own_address  # as FSDP gathers
         message = self._mpi.IN_PLACE if is_in_place else sent.whole()
-        return Operation(
-            lambda: iter([self.comm.Iallgather(message, received.whole())]), _finish_all([received])
-        )
+        return Operation(lambda: iter([self.comm.Iallgather(message, received.whole())]), _finish_all([received]))
 
     def allgather_list(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
         """Gather into one tensor per member. They may differ in size."""
@@ -283,9 +279,7 @@ class Communicator:
         into, out = Buffer(output), Buffer(tensor)
         if not received and not sent and out.num_bytes <= LARGEST_BYTES:
             _check_bytes(into.num_bytes, out.num_bytes)
-            return Operation(
-                lambda: iter([self.comm.Ialltoall(out.whole(), into.whole())]), _finish_all([into])
-            )
+            return Operation(lambda: iter([self.comm.Ialltoall(out.whole(), into.whole())]), _finish_all([into]))
         return self._exchange(self._split(out, tensor, sent), self._split(into, output, received), [into])
 
     def alltoall_list(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Operation:
@@ -324,9 +318,7 @@ class Communicator:
         self._check_tag(tag)
         is_whole = buffer.num_bytes <= LARGEST_BYTES
         if source is None and not is_whole:
-            raise RuntimeError(
-                "MPI: a tensor over 1 GiB can be received only from a named source. Name the source."
-            )
+            raise RuntimeError("MPI: a tensor over 1 GiB can be received only from a named source. Name the source.")
         origin = self._mpi.ANY_SOURCE if source is None else source
 
         def finish() -> None:

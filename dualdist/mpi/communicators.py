@@ -67,9 +67,7 @@ def _communicator(ranks: Sequence[int], own: int, size: int, starts_mpi: bool) -
     """Return the communicator of the launched processes `ranks`, in this order. Collective over them."""
     fix = "Pass ranks of the processes that the launcher started, each once, and call init() on these alone."
     if len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks) or not ranks:
-        raise ConfigurationError(
-            f"`comm` must name ranks below {size}, each once, but is {list(ranks)} instead. {fix}"
-        )
+        raise ConfigurationError(f"`comm` must name ranks below {size}, each once, but is {list(ranks)} instead. {fix}")
     if own not in ranks:
         raise ConfigurationError(
             f"`comm` must name this process, rank {own} of {size}, but is {list(ranks)} instead. {fix}"
@@ -128,6 +126,4 @@ def sets_of_all(group: Group, ranks: list[int]) -> list[list[int]]:
     """
     members = set(ranks)
     own = bytes(rank in members for rank in range(group.size))
-    return sorted(
-        [rank for rank, is_member in enumerate(row) if is_member] for row in set(group.allgather_bytes(own))
-    )
+    return sorted([rank for rank, is_member in enumerate(row) if is_member] for row in set(group.allgather_bytes(own)))

@@ -54,9 +54,7 @@ class ClosedCommunicators:
 
     def message(self, rank: int) -> str:
         """Return what this process tells the other members of a new communicator. rank: in MPI's world."""
-        return json.dumps(
-            [rank, secrets.token_hex(_TOKEN_BYTES), [label.token for label in self._communicators]]
-        )
+        return json.dumps([rank, secrets.token_hex(_TOKEN_BYTES), [label.token for label in self._communicators]])
 
     def meet(self, messages: Sequence[str]) -> Label:
         """Return the label of the new communicator, and free those that all their members have closed. Collective.
@@ -219,9 +217,7 @@ class MpiProcessGroup(dist.ProcessGroup):
                 work.wait()
 
         operation = Operation(lambda: iter(works), finish)
-        return self._start(
-            "several calls", [operation], [tensor for work in works for tensor in work.result()]
-        )
+        return self._start("several calls", [operation], [tensor for work in works for tensor in work.result()])
 
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
@@ -263,9 +259,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             tensor.copy_(rows.coalesce())
 
     def reduce(self, tensors: Tensors, opts: Any) -> MpiWork:  # type: ignore[override]
-        return self._start(
-            "reduce", [self._usable.reduce(tensors[0], _op(opts), opts.rootRank)], tensors, opts
-        )
+        return self._start("reduce", [self._usable.reduce(tensors[0], _op(opts), opts.rootRank)], tensors, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> MpiWork:  # type: ignore[override]
         communicator, op = self._usable, _op(opts)
@@ -276,8 +270,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MpiWork:
         communicator, op = self._usable, _op(opts)
         operations = [
-            communicator.reduce_scatter(output, [tensor], op)
-            for output, tensor in zip(outputs, inputs, strict=True)
+            communicator.reduce_scatter(output, [tensor], op) for output, tensor in zip(outputs, inputs, strict=True)
         ]
         return self._start("reduce_scatter", operations, outputs, opts, inputs=inputs)
 
@@ -295,9 +288,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MpiWork:
         communicator = self._usable
-        operations = [
-            communicator.allgather(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)
-        ]
+        operations = [communicator.allgather(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._start("allgather", operations, outputs, opts, inputs=inputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
@@ -318,9 +309,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         communicator = self._usable
         _check_number("outputs", outputs, communicator.size)
         columns = list(zip(*outputs, strict=True))
-        operations = [
-            communicator.allgather_list(rows, tensor) for rows, tensor in zip(columns, tensors, strict=True)
-        ]
+        operations = [communicator.allgather_list(rows, tensor) for rows, tensor in zip(columns, tensors, strict=True)]
         gathered = [tensor for rows in outputs for tensor in rows]
         return self._start("allgather", operations, gathered, opts, inputs=tensors)
 

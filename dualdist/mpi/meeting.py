@@ -284,9 +284,7 @@ def missing_on_host(limit: _Limit | None = None) -> list[int]:
     return missing_local_ranks(limit.launch, limit.env)
 
 
-def waited(
-    rank: int | None, missing: list[int], call: str, seconds: float, missing_here: Sequence[int] = ()
-) -> str:
+def waited(rank: int | None, missing: list[int], call: str, seconds: float, missing_here: Sequence[int] = ()) -> str:
     """Return the text of the error of `rank` after waiting for `missing` in `call`; no ranks: they are unknown.
 
     missing_here: local ranks of this host.

@@ -56,9 +56,7 @@ class Progress:
         self._sweeping = threading.RLock()
         self._callbacks: set[concurrent.futures.Future[None]] = set()
         """Threads that set the results of futures."""
-        os.register_at_fork(
-            before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._in_child
-        )
+        os.register_at_fork(before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._in_child)
 
     def enter(self, owner: object) -> None:
         """Keep the thread until `owner` leaves."""

@@ -103,9 +103,7 @@ def lines(report: Report) -> list[str]:
     """Return `report` as a table with a sentence below."""
     rows = [["rank", "seconds", "calls", "MB reduced", *(kind.replace("_", " ") for kind in KINDS)]]
     for row in report["ranks"]:
-        numbers = (
-            f"{row['rank']} {row['seconds']:.1f} {row['calls']} {row['bytes_reduced'] / 1e6:.1f}".split()
-        )
+        numbers = f"{row['rank']} {row['seconds']:.1f} {row['calls']} {row['bytes_reduced'] / 1e6:.1f}".split()
         rows.append([*numbers, *(f"{100 * row[kind]:.1f} %" for kind in KINDS)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(map(str.rjust, row, widths)) for row in rows]

@@ -54,11 +54,7 @@ class Contact(NamedTuple):
             status = process_status(self.process)
         if status[0] in "XZ" or int(status[19]) != self.start:
             return "its process has ended"
-        return (
-            "it is stopped"
-            if status[0] in "Tt"
-            else "it runs: a thread keeps Python's global lock, or it is slow"
-        )
+        return "it is stopped" if status[0] in "Tt" else "it runs: a thread keeps Python's global lock, or it is slow"
 
 
 def call_of_torch(stack: Iterable[Sequence[Any]]) -> str:

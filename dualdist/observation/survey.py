@@ -288,9 +288,7 @@ class StallWatch:
         """How long no thread could run, as in a process that was stopped (SIGSTOP), and until when."""
         self._stopping = threading.Event()
         # In a world of one for SIGUSR2 alone, which is taken only if a folder was asked for.
-        self.server = (
-            StatusServer(address, self._answer) if size > 1 or settings.env.get("DUALDIST_DUMP_DIR") else None
-        )
+        self.server = StatusServer(address, self._answer) if size > 1 or settings.env.get("DUALDIST_DUMP_DIR") else None
         self._contacts: Sequence[Contact] = ()
         self.reasons: dict[int, tuple[list[int], str]] = {}
         """Rank -> because of which ranks it has given up a call, and which one. Every rank says so before it ends."""
@@ -317,16 +315,12 @@ class StallWatch:
         if self.size > 1:
             self._thread.start()
 
-    def add_channel(
-        self, name: str, ranks: tuple[int, ...], pending: Pending | None = None
-    ) -> WatchedChannel:
+    def add_channel(self, name: str, ranks: tuple[int, ...], pending: Pending | None = None) -> WatchedChannel:
         """Add a channel, as `Observation.observers`. Without `pending`, calls are not agreed on, and recorded here."""
         channel = self.channels[name] = WatchedChannel(self, name, ranks, pending)
         return channel
 
-    def survey(
-        self, channel: WatchedChannel, number: int, key: CallKey, *, has_failed: bool = False
-    ) -> Survey:
+    def survey(self, channel: WatchedChannel, number: int, key: CallKey, *, has_failed: bool = False) -> Survey:
         """Return what the members of `channel` are doing, seen from a call with this number and key."""
         seconds = _FAILED_SECONDS if has_failed else _STALLED_SECONDS
         seconds = min(seconds, self._settings.stall_timeout_seconds)
@@ -386,9 +380,7 @@ class StallWatch:
             return Doing(LEFT, f"done with this call, {where}")
         if suspended is not None:
             how_long = f"did not run for {suspended:.0f} s"
-            return Doing(
-                SUSPENDED, f"{how_long}: stopped, or a thread kept Python's global lock; now {where}"
-            )
+            return Doing(SUSPENDED, f"{how_long}: stopped, or a thread kept Python's global lock; now {where}")
         if not call:
             return Doing(OUTSIDE if elsewhere == OUTSIDE_TEXT else ABSENT, where)
         return Doing(WAITING if began == number and has_key else BEHIND, where, call)
@@ -499,9 +491,7 @@ class StallWatch:
         if self.slow_share is None and not self.usage.measures_loading:
             hint = f" Data loading counts as computing unless you set {_SHARE}={_SLOW_SHARE}."
         if self._slow is not None and self._slow["share"] >= (self.slow_share or _SLOW_SHARE):
-            logger.warning(
-                "%s%s DUALDIST_SLOW_WARN_SHARE=1 turns this message off.", lines(self._slow)[-1], hint
-            )
+            logger.warning("%s%s DUALDIST_SLOW_WARN_SHARE=1 turns this message off.", lines(self._slow)[-1], hint)
 
     def _make_due(self, channel: str, number: int, key: CallKey) -> None:
         self._due.setdefault((channel, number, key), time.monotonic() + 2 * self._pause)

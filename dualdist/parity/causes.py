@@ -155,11 +155,7 @@ def _tests(pair: Pair, found: Difference, harmless: set[Any]) -> Iterator[Tests]
         # If rank 0's are equal, it has sent them before a forward, so that the others' are nearer to them, or not.
         each = zip(pair.at(found, stage, 0), values, strict=True)
         sketches = [[made.get(found.name, [0, 0, []])[2] for made in of] for of in each]
-        yield {
-            "no-broadcast-of-buffers": [
-                len(root) == len(own) and math.dist(root, own) for root, own in sketches
-            ]
-        }
+        yield {"no-broadcast-of-buffers": [len(root) == len(own) and math.dist(root, own) for root, own in sketches]}
 
 
 def _of_start(pair: Pair, found: Difference) -> Iterator[Tests]:
@@ -233,11 +229,7 @@ def _scale(pair: Pair, found: Difference) -> float:
         grads = pair.at(found, "own gradient", rank)
         left, right = (_sketch(values, grads[0]) for values in grads)
         square = float(right @ right)
-        if (
-            found.stage == "output of the model"
-            or not 0 < square < math.inf
-            or not numpy.isfinite(left).all()
-        ):
+        if found.stage == "output of the model" or not 0 < square < math.inf or not numpy.isfinite(left).all():
             return 1.0
         factors.append(float(left @ right) / square)
         if numpy.linalg.norm(left - factors[-1] * right) > 1e-4 * numpy.linalg.norm(left):
@@ -329,9 +321,7 @@ def _split(pair: Pair, found: Difference) -> list[bool]:
 
 def _kinds(pair: Pair, found: Difference) -> list[str]:
     """Return dtype and shape of the value that differs."""
-    return [
-        values[found.name][3] if found.name in values else "missing" for values in pair.at(found, found.stage)
-    ]
+    return [values[found.name][3] if found.name in values else "missing" for values in pair.at(found, found.stage)]
 
 
 def _sketch(values: Values, names: Iterable[str]) -> Any:

@@ -159,9 +159,7 @@ def _operations(
                 value = getattr(node, f"_saved_{name}")
                 if isinstance(value, bool | int | float):
                     numbers |= {name: value} if value < 2**63 else {}  # which stands for a negative number
-                elif (
-                    not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_complex()
-                ):
+                elif not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_complex():
                     continue
                 elif name == "target":
                     targets[operation] = fingerprint(value)

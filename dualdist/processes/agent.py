@@ -131,9 +131,7 @@ class Agent:
         for number in PASSED_SIGNALS:
             signal.signal(number, lambda number, _: self._signal(list(self._running), number))
         for number in ENDING_SIGNALS:
-            signal.signal(
-                number, lambda number, _: self._thread(partial(self._end_rest, grace_of(number), number))
-            )
+            signal.signal(number, lambda number, _: self._thread(partial(self._end_rest, grace_of(number), number)))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*ENDING_SIGNALS, *PASSED_SIGNALS))
         for end in (self._wake_reader, self._wake_writer):
             os.set_blocking(end, False)

@@ -271,9 +271,7 @@ def _first_message(job: HostJob, token: str) -> bytes:
     try:
         folder = os.getcwd()
     except FileNotFoundError:
-        raise ConfigurationError(
-            "The working directory must exist, but was removed. Change to another one."
-        ) from None
+        raise ConfigurationError("The working directory must exist, but was removed. Change to another one.") from None
     request = {
         "token": token,
         "argv": [portable(argument) for argument in job.command],

@@ -199,9 +199,7 @@ def variables_of(args: argparse.Namespace, backend: str) -> tuple[dict[str, str]
         try:
             value = row.value(given) if row.value is not None else None
         except ValueError:
-            raise ConfigurationError(
-                f"`{row.flags[0]}` cannot be {given!r}. See `dualdist run --help`."
-            ) from None
+            raise ConfigurationError(f"`{row.flags[0]}` cannot be {given!r}. See `dualdist run --help`.") from None
         for name, text in row.variables.items():
             setting = text.format(value)
             if found.setdefault(name, setting) != setting:
@@ -323,13 +321,9 @@ def _variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, st
     transport = args.transport
     if args.gloo:
         if transport not in (None, args.gloo):
-            raise ConfigurationError(
-                f"`--gloo` and `--transport {transport}` cannot be given together. Leave one out."
-            )
+            raise ConfigurationError(f"`--gloo` and `--transport {transport}` cannot be given together. Leave one out.")
         transport = args.gloo
-    chosen = backend_variables(
-        args.backend, transport, args.interfaces, option="--transport", launcher=DUALDIST_RUN
-    )
+    chosen = backend_variables(args.backend, transport, args.interfaces, option="--transport", launcher=DUALDIST_RUN)
     backend = args.backend or env.get("DUALDIST_BACKEND") or DEFAULT_BACKEND
     found, ignored = variables_of(args, backend)
     for option in ignored:

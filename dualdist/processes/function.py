@@ -178,9 +178,7 @@ def run(
             _variables(backend, transport, interfaces, env, DUALDIST_RUN),
             None if output_filename is None else path("output_filename", output_filename),
             ssh_port=None if ssh_port is None else integer("ssh_port", ssh_port, least=1, below=1 << 16),
-            ssh_identity=None
-            if ssh_identity_file is None
-            else str(path("ssh_identity_file", ssh_identity_file)),
+            ssh_identity=None if ssh_identity_file is None else str(path("ssh_identity_file", ssh_identity_file)),
             start_timeout=number("start_timeout", start_timeout, above=0, fix="Pass seconds."),
             verbose=verbose is not None
             and integer("verbose", int(verbose) if isinstance(verbose, bool) else verbose, least=0) > 0,
@@ -288,9 +286,7 @@ def child_command(executable: str | None = None) -> list[str]:
     # The interpreter's own flags, as multiprocessing passes them on.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     path = os.path.abspath(spawn_child.__file__)
-    code = (
-        "import sys\nwith open(sys.argv[1], 'rb') as f: s = f.read()\nexec(compile(s, sys.argv[1], 'exec'))"
-    )
+    code = "import sys\nwith open(sys.argv[1], 'rb') as f: s = f.read()\nexec(compile(s, sys.argv[1], 'exec'))"
     return [executable or sys.executable, *flags, "-c", code, path]
 
 

@@ -96,9 +96,7 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
         if content:
             hosts.append(_parse_line(content, f"{path}:{number}"))
     if not hosts:
-        raise ConfigurationError(
-            f"The host file {path} must name a host, but names none. Write `host slots=4` lines."
-        )
+        raise ConfigurationError(f"The host file {path} must name a host, but names none. Write `host slots=4` lines.")
     return merged(hosts)
 
 
@@ -220,9 +218,7 @@ def _flux(_: str, env: Mapping[str, str]) -> list[Host]:
         raise ValueError(f"`{' '.join(command)}` failed: {ended.stderr.strip()}")
     execution = json.loads(ended.stdout)["execution"]
     cores = {
-        rank: len(_numbers(row["children"]["core"]))
-        for row in execution["R_lite"]
-        for rank in _numbers(row["rank"])
+        rank: len(_numbers(row["children"]["core"])) for row in execution["R_lite"] for rank in _numbers(row["rank"])
     }
     names = [name for entry in execution["nodelist"] for name in host_names(entry)]
     # The nodes are in the order of their brokers' ranks (flux/resource/Rv1Set.py of flux-core 0.88).
@@ -265,9 +261,7 @@ def is_local(host: str) -> bool:
     return False
 
 
-def ssh_command(
-    host: str, command: Sequence[str], env: Mapping[str, str], options: Sequence[str] = ()
-) -> list[str]:
+def ssh_command(host: str, command: Sequence[str], env: Mapping[str, str], options: Sequence[str] = ()) -> list[str]:
     """Return the command that runs `command` on `host`. options: more options of ssh.
 
     DUALDIST_SSH in `env`, such as "ssh -F file", replaces `ssh`. ssh never asks for a password. The user's settings
@@ -320,9 +314,7 @@ def _ssh(env: Mapping[str, str]) -> list[str]:
     try:
         return shlex.split(given)
     except ValueError as error:
-        raise ConfigurationError(
-            f"`DUALDIST_SSH` must be a command, but is {given!r} instead: {error}."
-        ) from None
+        raise ConfigurationError(f"`DUALDIST_SSH` must be a command, but is {given!r} instead: {error}.") from None
 
 
 def _bare(host: str) -> str:

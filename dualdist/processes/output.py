@@ -169,9 +169,7 @@ class Output:
                     for name in _NAMES.values():
                         (self._rank_folder(folder, rank) / name).write_bytes(b"")
             except OSError as error:
-                raise ConfigurationError(
-                    f"`--output` must be a writable folder, but is not: {error}."
-                ) from error
+                raise ConfigurationError(f"`--output` must be a writable folder, but is not: {error}.") from error
         self.reader, self._writer = os.pipe()
         """`reader` is readable when something was written, or when writing failed."""
         for end in (self.reader, self._writer):

@@ -77,9 +77,7 @@ def _unpickled(work: bytes) -> Any:
         # pickle's message: Can't get attribute 'f' on <module '__mp_main__' from ...>
         if "_main__'" not in str(error):
             raise
-        raise AttributeError(
-            f"{error}. Define it in its file outside `if __name__ == '__main__':`."
-        ) from error
+        raise AttributeError(f"{error}. Define it in its file outside `if __name__ == '__main__':`.") from error
 
 
 def _pickled(error: BaseException) -> bytes | None:

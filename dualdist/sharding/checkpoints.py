@@ -155,9 +155,7 @@ class Shards:
             return self._group.gather(value)
         except HorovodInternalError as error:
             cause = current().channels[0].group.find_cause()
-            raise HorovodInternalError(
-                f"{folder} was not completed: {cause}. {self._catalog.newest()}"
-            ) from error
+            raise HorovodInternalError(f"{folder} was not completed: {cause}. {self._catalog.newest()}") from error
 
     def _finish(
         self,
@@ -182,9 +180,7 @@ class Shards:
             if (problem := next((text for _, text in gathered if text), None)) is not None:
                 failure = self._catalog.not_saved(manifest.step, problem)
             else:
-                _, failure = attempted(
-                    lambda: self._catalog.write({**(values or {}), _CHECKSUMS: whole}, manifest)
-                )
+                _, failure = attempted(lambda: self._catalog.write({**(values or {}), _CHECKSUMS: whole}, manifest))
             if failure is not None:
                 self._catalog.remove(folder)
         text = self._gather(folder, None if failure is None else str(failure))[0]
@@ -200,9 +196,7 @@ class Shards:
             try:
                 found = checksums(folder, own)
             except OSError as error:
-                raise damaged(
-                    folder, f"rank {self._rank} cannot read {error.filename}: {error.strerror}"
-                ) from error
+                raise damaged(folder, f"rank {self._rank} cannot read {error.filename}: {error.strerror}") from error
             for name in own:
                 if found[name] != expected[name]:
                     raise damaged(folder / name, "its checksum is not that of what was written")

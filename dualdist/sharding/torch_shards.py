@@ -225,9 +225,7 @@ def _place(entry: Any, param: Any = None, mesh: Any = None) -> Any:
 class _SavedOptimizer:
     """What a folder has of one optimizer."""
 
-    def __init__(
-        self, name: str, optimizer: Optimizer, groups: list[Parts], saved: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, name: str, optimizer: Optimizer, groups: list[Parts], saved: Mapping[str, Any]) -> None:
         self.name, self.optimizer, self._groups = name, optimizer, groups
         self.params = {param: None for group in groups for param in group["params"]}
         self.saved = {key.removeprefix(f"{name}."): saved[key] for key in saved if key.startswith(f"{name}.")}
@@ -374,9 +372,7 @@ class Loading:
             self._saved = {key: entry for key, entry in self._saved.items() if key.startswith(named)}
         self._objects = objects
         self._own, groups = parts_of(objects)
-        self._optimizers = [
-            _SavedOptimizer(*each, groups[each[0]], self._saved) for each in _optimizers(objects)
-        ]
+        self._optimizers = [_SavedOptimizer(*each, groups[each[0]], self._saved) for each in _optimizers(objects)]
         self._prefixes = tuple(f"{name}." for name in groups)
         self._of_models = {key: part for key, part in self._own.items() if not key.startswith(self._prefixes)}
         self.described = {key: place for each in self._optimizers for key, place in each.described.items()}

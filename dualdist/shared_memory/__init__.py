@@ -50,9 +50,7 @@ _CHUNKS_IN_FLIGHT = 2
 class Hierarchy(Rounds):
     """The rounds of a member whose group is on several hosts. Places are those on its host."""
 
-    def __init__(
-        self, mesh: Mesh, memory: Memory, num_owners: int, chunk_bytes: int, network: Group | None
-    ) -> None:
+    def __init__(self, mesh: Mesh, memory: Memory, num_owners: int, chunk_bytes: int, network: Group | None) -> None:
         """num_owners, chunk_bytes: the same on all hosts. A chunk fits a box.
 
         network: the owners of this member's share on all hosts; None if it owns none.
@@ -82,9 +80,7 @@ class Hierarchy(Rounds):
             return None
         return self.network.allreduce_(chunk[own], op)
 
-    def _finish(
-        self, chunk: torch.Tensor, found: Sequence[torch.Tensor], work: Work | None
-    ) -> CollectiveSteps:
+    def _finish(self, chunk: torch.Tensor, found: Sequence[torch.Tensor], work: Work | None) -> CollectiveSteps:
         """Wait for the network, and copy the shares of the other owners."""
         if work is not None:
             yield work
@@ -120,9 +116,7 @@ class HostGroup(Group):
 
     def broadcast_all_(self, tensors: Iterable[torch.Tensor], root: int) -> Work:
         # At once: the others copy the first tensors while the root prepares the rest.
-        return self._queue.start(
-            self._rounds.broadcast((plain(tensor) for tensor in tensors), root), at_once=True
-        )
+        return self._queue.start(self._rounds.broadcast((plain(tensor) for tensor in tensors), root), at_once=True)
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         steps = self._rounds.allgather(plain(output), plain(tensor))

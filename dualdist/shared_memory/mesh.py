@@ -105,9 +105,7 @@ class Memory:
 
     def place_of(self, tensor: torch.Tensor) -> int:
         """Return where in this member's arena `tensor` starts, in bytes; -1 for elsewhere."""
-        start = (
-            tensor.data_ptr() - self._bytes.data_ptr() - self._arenas_start - self._place * self._arena_bytes
-        )
+        start = tensor.data_ptr() - self._bytes.data_ptr() - self._arenas_start - self._place * self._arena_bytes
         return start if 0 <= start < self._arena_bytes else -1
 
     def of_member(self, place: int, start: int, like: torch.Tensor) -> torch.Tensor:

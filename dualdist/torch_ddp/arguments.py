@@ -24,9 +24,7 @@ def set_of_group_or_mesh(process_group: Any, device_mesh: Any) -> ProcessSet:
     if device_mesh is None:
         return checked_process_set(process_group, "process_group", registered=True)
     if process_group is not None:
-        raise ValueError(
-            "`device_mesh` must be None if `process_group` is passed, but is not. Pass one of them."
-        )
+        raise ValueError("`device_mesh` must be None if `process_group` is passed, but is not. Pass one of them.")
     instance("device_mesh", device_mesh, DeviceMesh, "a DeviceMesh of one dimension", "Pass mesh['data'].")
     return checked_process_set(device_mesh, "device_mesh")
 
@@ -60,9 +58,7 @@ def checked_buffers(broadcast: Any, forward_sync: Any) -> tuple[bool, bool]:
     both = True if broadcast is None else flag("broadcast_buffers", broadcast)
     is_deprecated = "forward_sync_buffers" in inspect.signature(TorchDataParallel.__init__).parameters
     if broadcast is not None and forward_sync is not None:
-        _warn(
-            "`broadcast_buffers` is ignored, because `forward_sync_buffers` replaces it. Pass only the latter."
-        )
+        _warn("`broadcast_buffers` is ignored, because `forward_sync_buffers` replaces it. Pass only the latter.")
     elif broadcast is not None and is_deprecated:
         _warn(
             "`broadcast_buffers` is deprecated in torch. Use `forward_sync_buffers`; buffers are then always copied at "
@@ -109,9 +105,7 @@ def check_delayed(delayed: Any, delayed_until: Any, module: torch.nn.Module) -> 
     name, rule = "delay_all_reduce_named_params", "a list of (name, parameter) of the module"
     if (delayed is None) != (delayed_until is None):
         given = name if delayed_until is None else "param_to_hook_all_reduce"
-        raise ValueError(
-            f"`{given}` must be passed with the other of the two arguments, but is passed alone."
-        )
+        raise ValueError(f"`{given}` must be passed with the other of the two arguments, but is passed alone.")
     own = {id(param) for param in module.parameters()}
     for entry in items(name, () if delayed is None else delayed, rule):
         if not isinstance(entry, tuple | list) or len(entry) != 2 or id(entry[1]) not in own:

@@ -62,9 +62,7 @@ def builtin_comm_hook(kind: Any) -> Callable[[Any, Any], Any]:
         kinds.FP16_COMPRESS: default_hooks.fp16_compress_hook,
     }
     if kind not in hooks:
-        raise TypeError(
-            f"`comm_hook_type` must be one of {[str(known) for known in hooks]}, but is {kind!r} instead."
-        )
+        raise TypeError(f"`comm_hook_type` must be one of {[str(known) for known in hooks]}, but is {kind!r} instead.")
 
     def hook(state: Any, bucket: Any) -> Any:
         return hooks[kind](state, bucket)

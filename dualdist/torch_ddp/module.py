@@ -268,9 +268,7 @@ class DistributedDataParallel(SynchronizedModule):
 
     # State dicts and copies
 
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the state of the module, as in torch. See the class about names."""
         if args or destination is not None or prefix:  # this wrapper is a part of another module
             return super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -331,9 +329,7 @@ class DistributedDataParallel(SynchronizedModule):
             yield
             return
         if self._process_set is not global_process_set:
-            raise ValueError(
-                "`process_group` must be the whole world for join(), but is another process set instead."
-            )
+            raise ValueError("`process_group` must be the whole world for join(), but is another process set instead.")
         self._is_joining, self._throws_early = True, throws
         self._combiner.divide_by(None if by_all else "active")
         try:
@@ -393,9 +389,7 @@ class DistributedDataParallel(SynchronizedModule):
     _register_fused_optim: Any = TorchDataParallel._register_fused_optim
     join_device, join_process_group = TorchDataParallel.join_device, TorchDataParallel.join_process_group
 
-    _join_config: Any = SimpleNamespace(
-        enable=False, throw_on_early_termination=False, is_first_joinable=False
-    )
+    _join_config: Any = SimpleNamespace(enable=False, throw_on_early_termination=False, is_first_joinable=False)
     """Which Join context of torch is active: none. The context sets it."""
 
     reducer = SimpleNamespace(

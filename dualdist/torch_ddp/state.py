@@ -43,15 +43,12 @@ class WrappedState(OrderedDict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an OrderedDict with the names of the bare model."""
         made: Any = OrderedDict(
-            (name.removeprefix(PREFIX) if name in self._wrapped_names else name, value)
-            for name, value in self.items()
+            (name.removeprefix(PREFIX) if name in self._wrapped_names else name, value) for name, value in self.items()
         )
         if hasattr(self, "_metadata"):
             # The wrapper's own name is "", that of the model "module".
             known = self._metadata.items()
-            made._metadata = OrderedDict(
-                (name.removeprefix("module").lstrip("."), value) for name, value in known
-            )
+            made._metadata = OrderedDict((name.removeprefix("module").lstrip("."), value) for name, value in known)
         return made.__reduce_ex__(protocol)
 
     def __reduce__(self) -> Any:

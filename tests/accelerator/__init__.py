@@ -33,9 +33,7 @@ def _built() -> Path:
 
 def missing() -> str | None:
     """Return why tests cannot use the accelerator; None if they can."""
-    return (
-        None if _built().exists() else "the simulated accelerator is not built: ci/setup needs a C++ compiler"
-    )
+    return None if _built().exists() else "the simulated accelerator is not built: ci/setup needs a C++ compiler"
 
 
 def build() -> None:

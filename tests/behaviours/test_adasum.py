@@ -77,9 +77,7 @@ def test_optimizer_combines_the_steps_not_the_gradients() -> None:
     (weight * held(hvd.rank(), 7)).sum().backward()
     optimizer.step()
     steps = [-rate * held(rank, 7).numpy() for rank in range(2)]
-    torch.testing.assert_close(
-        weight.detach(), start + torch.from_numpy(adasum(*steps)), rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(weight.detach(), start + torch.from_numpy(adasum(*steps)), rtol=1e-12, atol=1e-12)
     with pytest.raises(AssertionError, match="Adasum"), optimizer.skip_synchronize():
         optimizer.step()
 

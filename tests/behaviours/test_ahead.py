@@ -271,6 +271,4 @@ def wait_for_device(folder: Path) -> str:
 def test_a_rank_that_dies_while_the_others_wait_for_their_devices_is_noticed(tmp_path: Path) -> None:
     with started(*WORLDS["torch-gloo-3"], {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}) as world:
         for error in world.run(wait_for_device, tmp_path)[:2]:
-            assert re.search(
-                r"^allreduce cannot run: allreduce\(.*name='before'\) at \S+ failed: .* rank 2; ", error
-            )
+            assert re.search(r"^allreduce cannot run: allreduce\(.*name='before'\) at \S+ failed: .* rank 2; ", error)

@@ -127,9 +127,7 @@ def test_large_integers_are_exact() -> None:
 
 @everywhere
 def test_small_integers_wrap_around() -> None:
-    assert hvd.allreduce(torch.tensor([200], dtype=torch.uint8), op=hvd.Sum).tolist() == [
-        200 * hvd.size() % 256
-    ]
+    assert hvd.allreduce(torch.tensor([200], dtype=torch.uint8), op=hvd.Sum).tolist() == [200 * hvd.size() % 256]
 
 
 @everywhere

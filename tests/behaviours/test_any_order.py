@@ -114,9 +114,7 @@ def test_hooks_may_reduce_gradients_in_another_order_on_each_rank() -> None:
         param.register_post_accumulate_grad_hook(reduce(name))
     for _ in range(3):
         loss = torch.zeros(())
-        for name in rotated(
-            list(layers)
-        ):  # backward goes through the terms of the sum in this order, reversed
+        for name in rotated(list(layers)):  # backward goes through the terms of the sum in this order, reversed
             loss = loss + (layers[name].sum() * (int(name) + hvd.rank()))
         loss.backward()
         for name in layers:
@@ -260,9 +258,7 @@ STUCK: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
 @everywhere
 def test_when_nobody_can_continue_every_rank_raises_and_the_next_call_works(case: str) -> None:
     last, others = STUCK[case]
-    with pytest.raises(
-        hvd.CollectiveMismatchError, match=r"Mismatched (name|collectives) between ranks"
-    ) as caught:
+    with pytest.raises(hvd.CollectiveMismatchError, match=r"Mismatched (name|collectives) between ranks") as caught:
         (last if is_last() else others)()
     assert f"rank {hvd.size() - 1} called" in str(caught.value) and __file__ in str(caught.value)
     check_next_calls_work()

@@ -214,9 +214,7 @@ def test_no_grad_gives_plain_tensors() -> None:
 def test_tangents_of_forward_mode_are_refused(call: Callable[[torch.Tensor], Any]) -> None:
     with forward_ad.dual_level():
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "`torch.jit.script` is deprecated", FutureWarning
-            )  # used by torch
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)  # used by torch
             dual = forward_ad.make_dual(torch.ones(6), torch.ones(6))
         with pytest.raises(ValueError, match="must have no tangent"):
             call(dual)
@@ -229,6 +227,4 @@ def test_collectives_inside_a_transform_of_torch_func_are_refused(transform: Cal
     for call in [hvd.allreduce, hvd.allreduce_, hvd.allgather, hvd.alltoall, hvd.reducescatter]:
         with pytest.raises(ValueError, match=r"`tensor` must have memory, .* torch\.func\.grad, vmap, jvp"):
             transform(lambda tensor, call=call: call(tensor).sum())(torch.ones(6))
-    assert (
-        hvd.allreduce(torch.func.grad(lambda tensor: (tensor**2).sum())(torch.ones(6))).tolist() == [2.0] * 6
-    )
+    assert hvd.allreduce(torch.func.grad(lambda tensor: (tensor**2).sum())(torch.ones(6))).tolist() == [2.0] * 6

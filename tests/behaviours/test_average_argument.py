@@ -17,8 +17,7 @@ from ..helpers.world import everywhere
 FUNCTIONS = [
     name
     for name in hvd.__all__
-    if inspect.isfunction(getattr(hvd, name))
-    and "average" in inspect.signature(getattr(hvd, name)).parameters
+    if inspect.isfunction(getattr(hvd, name)) and "average" in inspect.signature(getattr(hvd, name)).parameters
 ]
 
 

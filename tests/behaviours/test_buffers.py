@@ -107,9 +107,7 @@ def test_buffers_that_grow_in_place_are_those_of_rank_0() -> None:
 @pytest.mark.ranks(2, 3)
 @everywhere
 def test_a_buffer_that_differs_in_size_between_ranks_is_an_error_that_names_it() -> None:
-    with pytest.raises(
-        hvd.CollectiveMismatchError, match=r"'seen', \(1,\)(.|\n)*'seen', \(0,\)|'seen', \(0,\)"
-    ):
+    with pytest.raises(hvd.CollectiveMismatchError, match=r"'seen', \(1,\)(.|\n)*'seen', \(0,\)|'seen', \(0,\)"):
         hvd.DistributedDataParallel(Growing(hvd.rank()))
     wrapped = hvd.DistributedDataParallel(model := Growing())
     if hvd.rank() == 0:

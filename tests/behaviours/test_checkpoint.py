@@ -130,9 +130,7 @@ def test_a_host_holds_one_copy_of_a_loaded_file(is_hidden: bool, tmp_path: Path)
 @everywhere
 def test_the_last_checkpoint_is_restored_inside_an_epoch(asynchronous: bool, tmp_path: Path) -> None:
     state = make_state("optimizer")
-    with CheckpointManager(
-        folder(tmp_path), state, keep=2, every_steps=2, asynchronous=asynchronous
-    ) as manager:
+    with CheckpointManager(folder(tmp_path), state, keep=2, every_steps=2, asynchronous=asynchronous) as manager:
         assert manager.restore_latest() is None
         train(state, 7, manager.step)
     if hvd.rank() == 0:
@@ -321,9 +319,7 @@ def test_a_step_waits_only_for_the_copy_and_the_file_holds_the_copied_values(tmp
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @everywhere
-def test_a_signal_to_one_rank_saves_and_ends_all_after_the_same_step(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_signal_to_one_rank_saves_and_ends_all_after_the_same_step(number: signal.Signals, tmp_path: Path) -> None:
     state: dict[str, Any] = {"value": 0}
     handler = signal.getsignal(number)
     manager = CheckpointManager(folder(tmp_path), state, asynchronous=True, exit_code=99)

@@ -41,9 +41,7 @@ def test_damaged_files_are_passed_over_by_all_ranks_with_a_warning_that_names_th
         manifest = manager.restore_latest()
         assert manifest is not None and manifest.step == state["value"] == manager.steps == 1
         if hvd.rank() == 0:
-            assert [name in " ".join(messages) for name in ("step-000000003.pt", "step-000000002.pt")] == [
-                True
-            ] * 2
+            assert [name in " ".join(messages) for name in ("step-000000003.pt", "step-000000002.pt")] == [True] * 2
             damage(tmp_path / "step-000000001.pt")
         with pytest.raises(hvd.DamagedCheckpointError, match="None of the 3 checkpoints can be loaded"):
             manager.restore_latest()
@@ -95,17 +93,13 @@ def full_disk(count: int, name: str) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @everywhere
-def test_a_full_disk_is_an_error_on_every_rank_and_the_run_can_continue(
-    asynchronous: bool, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_an_error_on_every_rank_and_the_run_can_continue(asynchronous: bool, tmp_path: Path) -> None:
     manager = CheckpointManager(folder(tmp_path), {"value": 1}, every_steps=2, asynchronous=asynchronous)
     manager.step()
     manager.step()
     manager.wait()
     manager.step()
-    message = (
-        r"step 4 was not saved: .*No space left on device.* complete checkpoint is that of step 2, .*02\.pt"
-    )
+    message = r"step 4 was not saved: .*No space left on device.* complete checkpoint is that of step 2, .*02\.pt"
     with CountingFileSystem(full_disk).in_use(), pytest.raises(hvd.CheckpointError, match=message):
         manager.step()
         manager.wait()
@@ -150,9 +144,7 @@ def test_an_object_that_cannot_be_saved_or_loaded_on_one_rank_is_an_error_on_all
         save(path, {"a": Broken(0)})
     with pytest.raises(hvd.CheckpointError, match=f"Rank {last} failed: RuntimeError: the reason"):
         save(path, {"a": Broken(last, per_rank=True)})
-    with pytest.raises(
-        hvd.CheckpointError, match=r"Rank 0 failed: TypeError: `state\['a'\]` must be a tensor"
-    ):
+    with pytest.raises(hvd.CheckpointError, match=r"Rank 0 failed: TypeError: `state\['a'\]` must be a tensor"):
         save(path, {"a": object()})
     save(path, {"a": Broken(-1)})
     with (
@@ -211,9 +203,7 @@ def test_a_state_that_one_rank_cannot_load_changes_no_rank(late: bool, tmp_path:
         )
 
     before = described()
-    with pytest.raises(
-        hvd.CheckpointError, match=f"`{'z' if late else 'refusing'}` could not load its state"
-    ):
+    with pytest.raises(hvd.CheckpointError, match=f"`{'z' if late else 'refusing'}` could not load its state"):
         load(path, fresh)
     assert described() == before
 
@@ -232,9 +222,7 @@ def test_a_missing_or_mismatched_file_is_an_error_on_every_rank(tmp_path: Path) 
     with pytest.raises(hvd.CheckpointError, match=r"`path` could not be read.*No such file"):
         load(folder(tmp_path) / "a.pt")
     save(folder(tmp_path) / "a.pt", {"model": torch.nn.Linear(2, 2)})
-    with pytest.raises(
-        hvd.CheckpointError, match=r"`model` has 2 of another shape \(weight: \(2, 2\) instead of"
-    ):
+    with pytest.raises(hvd.CheckpointError, match=r"`model` has 2 of another shape \(weight: \(2, 2\) instead of"):
         load(folder(tmp_path) / "a.pt", {"model": torch.nn.Linear(3, 3)})
     if hvd.rank() == 0:
         damage(tmp_path / "a.pt")
@@ -276,9 +264,7 @@ def test_a_second_job_in_the_folder_is_an_error_of_the_first_on_every_rank(
     save(first, 2)  # the other one has only read
     save(second, 3)
     for _ in range(2):
-        with pytest.raises(
-            hvd.CheckpointError, match=rf"another one saves into {tmp_path}, too: the second\."
-        ):
+        with pytest.raises(hvd.CheckpointError, match=rf"another one saves into {tmp_path}, too: the second\."):
             save(first, 4)
     save(second, 5)
     third = managed("the first")  # as when a job is started again
@@ -291,9 +277,7 @@ def test_a_second_job_in_the_folder_is_an_error_of_the_first_on_every_rank(
 @everywhere
 def test_options_that_are_wrong_or_differ_are_an_error_on_every_rank(tmp_path: Path) -> None:
     last = hvd.rank() == hvd.size() - 1
-    with pytest.raises(
-        (ValueError, hvd.CheckpointError), match="`keep` must be at least 1 or None, but is 0"
-    ):
+    with pytest.raises((ValueError, hvd.CheckpointError), match="`keep` must be at least 1 or None, but is 0"):
         CheckpointManager(folder(tmp_path), {}, keep=0 if last else 1)
     with pytest.raises((ValueError, hvd.CheckpointError), match="`directory` must be a path, but is 'a"):
         CheckpointManager("a\0b" if last else folder(tmp_path), {})
@@ -301,25 +285,17 @@ def test_options_that_are_wrong_or_differ_are_an_error_on_every_rank(tmp_path: P
         with pytest.raises((ValueError, hvd.CheckpointError), match="`keep_best` must be "):
             CheckpointManager(folder(tmp_path), {}, **options)
     for best in ("accuracy", ("accuracy", "high"), ("accuracy",), 3):
-        with pytest.raises(
-            (ValueError, hvd.CheckpointError), match="`best` must be a metric and 'max' or 'min'"
-        ):
+        with pytest.raises((ValueError, hvd.CheckpointError), match="`best` must be a metric and 'max' or 'min'"):
             CheckpointManager(folder(tmp_path), {}, best=best)  # type: ignore[arg-type]
-    with pytest.raises(
-        (TypeError, hvd.CheckpointError), match=r"`model` must be a torch\.nn\.Module, but is a"
-    ):
+    with pytest.raises((TypeError, hvd.CheckpointError), match=r"`model` must be a torch\.nn\.Module, but is a"):
         hvd.checkpoint.export_weights(tmp_path / "a.pt", {} if last else torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises((TypeError, hvd.CheckpointError), match="`state` must be a dictionary from names"):
         CheckpointManager(folder(tmp_path), [] if last else {})  # type: ignore[arg-type]
-    with pytest.raises(
-        hvd.CheckpointError, match=r"`directory` must be a folder that can be used, but .*Errno"
-    ):
+    with pytest.raises(hvd.CheckpointError, match=r"`directory` must be a folder that can be used, but .*Errno"):
         CheckpointManager("/dev/null/not-here", {})
     with (
         ThreadPoolExecutor(1) as pool,
-        pytest.raises(
-            (ValueError, hvd.CheckpointError), match=r"`signals` must be \(\) outside the main thread"
-        ),
+        pytest.raises((ValueError, hvd.CheckpointError), match=r"`signals` must be \(\) outside the main thread"),
     ):
         if last:
             pool.submit(CheckpointManager, tmp_path, {}).result()

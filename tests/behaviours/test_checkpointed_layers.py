@@ -60,9 +60,7 @@ def test_a_layer_that_is_used_in_checkpointed_parts_and_outside(
 
         return forward
 
-    optimizer = sgd(
-        model.parameters(), lr=0.1, momentum=0.9, groups=[[param] for param in model.parameters()]
-    )
+    optimizer = sgd(model.parameters(), lr=0.1, momentum=0.9, groups=[[param] for param in model.parameters()])
     alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     networks = through(model, keep=False), through(reference, keep=True)
     train_beside(batches(4), networks[0], optimizer, networks[1], alone, set_to_none=set_to_none)
@@ -96,9 +94,7 @@ def test_a_layer_that_repeats_while_ranks_use_different_others() -> None:
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
 @pytest.mark.parametrize("with_head", [True, False])
 @everywhere
-def test_gradients_are_complete_after_the_last_pass_of_reentrant_checkpoints(
-    op: int, with_head: bool
-) -> None:
+def test_gradients_are_complete_after_the_last_pass_of_reentrant_checkpoints(op: int, with_head: bool) -> None:
     """The ends of nested backwards must not combine what layers before them have not completed."""
     first, inside, head = (nn.Parameter(torch.ones(1)) for _ in range(3))
     params = [first, inside, *([head] if with_head else [])]

@@ -340,18 +340,14 @@ def test_wrong_hooks_are_refused() -> None:
     with pytest.raises(TypeError, match="`comm_hook` must be a communication hook, but is 3 instead"):
         model.register_comm_hook(None, 3)  # type: ignore[arg-type]
     kept = optimizer(weight, comm_hook=returning(3))
-    with pytest.raises(
-        TypeError, match=r"`comm_hook` must return a torch.futures.Future, but .* int instead"
-    ):
+    with pytest.raises(TypeError, match=r"`comm_hook` must return a torch.futures.Future, but .* int instead"):
         weight.sum().backward()
     kept.zero_grad()
     too_short: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     too_short.set_result(torch.zeros(2))
     weight = nn.Parameter(torch.zeros(3))
     kept = optimizer(weight, comm_hook=returning(too_short))
-    with pytest.raises(
-        ValueError, match=r"must return a future of a tensor of shape \(3,\), but .* returned \(2,\)"
-    ):
+    with pytest.raises(ValueError, match=r"must return a future of a tensor of shape \(3,\), but .* returned \(2,\)"):
         weight.sum().backward()
     kept.zero_grad()
 
@@ -359,9 +355,7 @@ def test_wrong_hooks_are_refused() -> None:
 @everywhere
 def test_post_local_sgd_with_an_averager_of_torch() -> None:
     model = network()
-    optimizer = sgd(
-        model.parameters(), lr=0.1, comm_hook=(post_local_sgd(None), post_localSGD_hook.post_localSGD_hook)
-    )
+    optimizer = sgd(model.parameters(), lr=0.1, comm_hook=(post_local_sgd(None), post_localSGD_hook.post_localSGD_hook))
     averager = PeriodicModelAverager(period=4, warmup_steps=5)
     for number in range(14):
         train(model, optimizer, steps=1)

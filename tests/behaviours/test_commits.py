@@ -228,9 +228,7 @@ def test_a_run_inside_another_with_the_same_state_keeps_their_commits_apart(tmp_
         with patch("dualdist.elastic.loop._numbers", itertools.count()):
             outer(TorchState(batch=0))
         hvd.barrier()
-        batches = [
-            torch.load(next(folder.glob(f"run-{number}/*")), weights_only=True)["batch"] for number in (0, 1)
-        ]
+        batches = [torch.load(next(folder.glob(f"run-{number}/*")), weights_only=True)["batch"] for number in (0, 1)]
     assert batches == [2, 1]
 
 

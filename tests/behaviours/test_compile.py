@@ -57,9 +57,7 @@ def freshly_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: torch.Tensor) -> Any:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning
-            )
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
             result = made(*args)
         assert counter.frame_count
         return result
@@ -178,9 +176,7 @@ def test_a_compiled_function_may_call_collectives_without_gradients() -> None:
     for step in range(3):
         inputs = [torch.arange(4.0) + 10 * rank + step for rank in range(2)]
         parameter = torch.full((4,), float(hvd.rank()))
-        torch.testing.assert_close(
-            run(inputs[hvd.rank()], parameter), 8 * (2 * inputs[0] + 2 * inputs[1] + 1)
-        )
+        torch.testing.assert_close(run(inputs[hvd.rank()], parameter), 8 * (2 * inputs[0] + 2 * inputs[1] + 1))
 
 
 def test_no_public_collective_is_compiled() -> None:

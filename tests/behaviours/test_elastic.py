@@ -40,9 +40,7 @@ def test_training_ends_with_the_weights_of_a_run_without_failure() -> None:
     assert warnings == 3 * ["Returning to the last commit, because a collective has failed: lost a rank"]
 
 
-@pytest.mark.parametrize(
-    "error", [hvd.HorovodInternalError("lost a rank"), HostsUpdatedInterrupt(skip_sync=False)]
-)
+@pytest.mark.parametrize("error", [hvd.HorovodInternalError("lost a rank"), HostsUpdatedInterrupt(skip_sync=False)])
 @everywhere
 def test_a_metric_counts_the_samples_of_every_batch_once(error: Exception) -> None:
     calls = []

@@ -46,6 +46,4 @@ def test_a_sampler_continues_at_the_commit() -> None:
     state = TorchState(sampler=ElasticSampler(range(4 * hvd.size()), shuffle=False))
     with warned():
         train(state)
-    assert sorted(index for ranks in hvd.allgather_object(seen) for index in ranks) == list(
-        range(4 * hvd.size())
-    )
+    assert sorted(index for ranks in hvd.allgather_object(seen) for index in ranks) == list(range(4 * hvd.size()))

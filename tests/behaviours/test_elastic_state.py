@@ -100,9 +100,7 @@ def test_wrong_use_is_an_error_that_names_the_rule() -> None:
     for name in ("save", "_commits", "_resume"):
         with pytest.raises(ValueError, match=f"must not be named '{name}', which State has"):
             TorchState(**{name: 1})  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match="`numbers` must be equal on all ranks, but is a OfEachRank with a state"
-    ):
+    with pytest.raises(TypeError, match="`numbers` must be equal on all ranks, but is a OfEachRank with a state"):
         TorchState(numbers=OfEachRank())
     for name in ("save", "restore", "sync"):
         with pytest.raises(NotImplementedError):

@@ -132,9 +132,7 @@ def test_rank_0_warns_of_steps_that_a_rank_has_missed_after_join(style: str) -> 
         assert warned(lambda: train_and_join(2, 2, 2, style=style)) == []  # in step: nothing to broadcast
 
 
-def train_and_join(
-    last: int, *batches: int, broadcasts: bool = False, style: str = "optimizer"
-) -> torch.Tensor:
+def train_and_join(last: int, *batches: int, broadcasts: bool = False, style: str = "optimizer") -> torch.Tensor:
     """Train for epochs with so many batches on this rank, and one with `last`; join after each. Return the weight."""
     model: Any = nn.Linear(2, 1, bias=False)
     weight = nn.init.ones_(model.weight)

@@ -33,9 +33,9 @@ def test_parameters_of_every_dtype_shape_and_layout() -> None:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), op=hvd.Sum)
     for number in (1, 2):
         optimizer.zero_grad()
-        torch.stack(
-            [torch.view_as_real(p).sum() if p.is_complex() else p.sum().float() for p in params]
-        ).sum().mul(mine).backward()
+        torch.stack([torch.view_as_real(p).sum() if p.is_complex() else p.sum().float() for p in params]).sum().mul(
+            mine
+        ).backward()
         for param in params:
             assert param.grad is not None
             assert param.grad.dtype == param.dtype and param.grad.stride() == param.stride()

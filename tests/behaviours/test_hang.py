@@ -217,12 +217,8 @@ def test_the_rank_that_is_behind_is_named_with_its_line(
             (skip_call, "skip_call", "skips"),
         ):
             found = report(where)
-            assert re.search(
-                rf"\nRank 2 is behind, .*\. It is in {function} at {line_of(marker)}: ", found
-            ), found
-            assert re.search(
-                rf"\n  ranks \[0, 1\] wait for call 3 of set 0 since .* at {line_of('waits')}\n", found
-            )
+            assert re.search(rf"\nRank 2 is behind, .*\. It is in {function} at {line_of(marker)}: ", found), found
+            assert re.search(rf"\n  ranks \[0, 1\] wait for call 3 of set 0 since .* at {line_of('waits')}\n", found)
             assert "Rank 0 is behind" not in found and "Rank 1 is behind" not in found
         assert "\nRank 2 has no file of this time: it is stopped.\n" in report(be_stopped)
         locked = "it runs: a thread keeps Python's global lock, or it is slow"

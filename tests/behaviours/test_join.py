@@ -100,9 +100,7 @@ def test_other_collectives_raise_while_a_rank_has_joined_and_the_next_call_works
             lambda: hvd.alltoall(torch.ones(6)),
             lambda: hvd.reducescatter(torch.ones(6)),
         ):
-            with pytest.raises(
-                hvd.HorovodInternalError, match=r"not supported with Join.*ranks 0 have joined"
-            ):
+            with pytest.raises(hvd.HorovodInternalError, match=r"not supported with Join.*ranks 0 have joined"):
                 call()  # type: ignore[no-untyped-call]
             assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [size - 1] * 2
     hvd.join()

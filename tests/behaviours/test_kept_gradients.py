@@ -43,9 +43,7 @@ class GroupCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten._foreach_copy_.default:
-            self.made += [
-                (source.data_ptr(), target.data_ptr()) for target, source in zip(*args, strict=True)
-            ]
+            self.made += [(source.data_ptr(), target.data_ptr()) for target, source in zip(*args, strict=True)]
         return function(*args, **(kwargs or {}))
 
 

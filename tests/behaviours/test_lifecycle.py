@@ -40,9 +40,7 @@ def test_init_again_does_nothing() -> None:
     before = (hvd.rank(), hvd.size())
     hvd.init()
     hvd.init(process_sets=[[0]])
-    hvd.init(
-        backend=hvd.backend_name(), transport=hvd.transport_name(), rank=hvd.rank(), world_size=hvd.size()
-    )
+    hvd.init(backend=hvd.backend_name(), transport=hvd.transport_name(), rank=hvd.rank(), world_size=hvd.size())
     assert (hvd.rank(), hvd.size()) == before
 
 
@@ -198,9 +196,7 @@ def test_rank_0_logs_the_choice_in_one_line() -> None:
         logger.setLevel(logging.NOTSET)
     assert len(lines) == (1 if hvd.rank() == 0 else 0)
     for line in lines:
-        assert (
-            hvd.backend_name() in line and hvd.transport_name() in line and f"{hvd.size()} processes" in line
-        )
+        assert hvd.backend_name() in line and hvd.transport_name() in line and f"{hvd.size()} processes" in line
 
 
 @pytest.mark.world_kinds("torch-gloo", "horovod-gloo")

@@ -17,9 +17,7 @@ pytestmark = pytest.mark.ranks(2, 3)
 # Each call is wrong on the last rank alone. test_wrong_arguments.py has every collective with wrong values on rank 0.
 CALLS: dict[str, Callable[[bool], object]] = {
     "allreduce large": lambda wrong: hvd.allreduce_(torch.ones(5000), op=17 if wrong else hvd.Sum),
-    "allreduce_async": lambda wrong: hvd.synchronize(
-        hvd.allreduce_async(torch.ones(2), op=17 if wrong else 1)
-    ),
+    "allreduce_async": lambda wrong: hvd.synchronize(hvd.allreduce_async(torch.ones(2), op=17 if wrong else 1)),
     "allgather": lambda wrong: hvd.allgather(torch.ones(2).to_sparse() if wrong else torch.ones(2)),
     "broadcast_parameters": lambda wrong: hvd.broadcast_parameters({"x": torch.ones(6)}, 99 if wrong else 0),
     "broadcast_object": lambda wrong: hvd.broadcast_object(1, 99 if wrong else 0),

@@ -58,9 +58,7 @@ def simclr(first: torch.Tensor, second: torch.Tensor, scale: torch.Tensor) -> to
 
 
 def barlow_twins(first: torch.Tensor, second: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    first, second = (
-        (view - view.mean(0)) / (view.var(0, unbiased=False) + 1e-5).sqrt() for view in (first, second)
-    )
+    first, second = ((view - view.mean(0)) / (view.var(0, unbiased=False) + 1e-5).sqrt() for view in (first, second))
     correlation = first.T @ second / len(first)
     weights = scale + (1 - scale) * torch.eye(WIDTH, dtype=torch.float64)
     return (weights * (correlation - torch.eye(WIDTH, dtype=torch.float64)).square()).sum()
@@ -88,9 +86,7 @@ def test_gradients_are_those_of_one_process_with_the_whole_batch(name: str, styl
     if style == "module":
         wrapped = hvd.DistributedDataParallel(model)
     else:
-        optimizer = hvd.DistributedOptimizer(
-            optimizer, op=hvd.Sum if style == "optimizer-sum" else hvd.Average
-        )
+        optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Sum if style == "optimizer-sum" else hvd.Average)
     loss = loss_of(name, *wrapped(rows[hvd.rank() * ROWS :][:ROWS]))
     (loss / hvd.size() if style == "optimizer-sum" else loss).backward()
     assert optimizer.param_groups  # a distributed optimizer must be alive in backward

@@ -123,9 +123,7 @@ def test_ignored_parameters_and_buffers_are_not_cast() -> None:
 @everywhere
 def test_gradients_are_sent_as_reduce_dtype(dtypes: tuple[torch.dtype, torch.dtype | None]) -> None:
     group = current().channels[0].gradients
-    wrapped = hvd.DistributedDataParallel(
-        nn.Linear(4, 4, bias=False), mixed_precision=_MixedPrecision(*dtypes)
-    )
+    wrapped = hvd.DistributedDataParallel(nn.Linear(4, 4, bias=False), mixed_precision=_MixedPrecision(*dtypes))
     with sent(group) as made:
         wrapped(batch(0, hvd.rank())).sum().backward()
     expected = dtypes[1] or dtypes[0]
@@ -135,9 +133,7 @@ def test_gradients_are_sent_as_reduce_dtype(dtypes: tuple[torch.dtype, torch.dty
 
 @everywhere
 def test_small_gradients_accumulate_in_float32() -> None:
-    wrapped = hvd.DistributedDataParallel(
-        nn.Linear(1, 1, bias=False), mixed_precision=_MixedPrecision(BF16, FP32)
-    )
+    wrapped = hvd.DistributedDataParallel(nn.Linear(1, 1, bias=False), mixed_precision=_MixedPrecision(BF16, FP32))
     with wrapped.no_sync():
         wrapped(torch.full((1, 1), 256.0)).sum().backward()
     wrapped(torch.ones(1, 1)).sum().backward()
@@ -199,6 +195,4 @@ def test_mixed_precision_has_no_communication_hook() -> None:
 def test_dtypes_that_are_no_smaller_floats_are_refused() -> None:
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         with pytest.raises(ValueError, match=f"`mixed_precision.{name}` must be"):
-            hvd.DistributedDataParallel(
-                nn.Linear(4, 1), mixed_precision=_MixedPrecision(**{name: torch.int32})
-            )
+            hvd.DistributedDataParallel(nn.Linear(4, 1), mixed_precision=_MixedPrecision(**{name: torch.int32}))

@@ -125,9 +125,7 @@ styles = pytest.mark.parametrize("style", ["optimizer", "module"])
 @every_change
 @pytest.mark.parametrize("on", ["all ranks", "rank 0"])
 @everywhere
-def test_gradients_that_were_moved_are_combined_in_the_next_backward(
-    style: str, change: str, on: str
-) -> None:
+def test_gradients_that_were_moved_are_combined_in_the_next_backward(style: str, change: str, on: str) -> None:
     model, wrapper = make(style)
     for number in range(9):
         backward(model)
@@ -142,9 +140,7 @@ def test_gradients_that_were_moved_are_combined_in_the_next_backward(
 
 
 @styles
-@pytest.mark.parametrize(
-    "change", ["data", "set", "strides", "clone", "flattened", "channels last", "shared memory"]
-)
+@pytest.mark.parametrize("change", ["data", "set", "strides", "clone", "flattened", "channels last", "shared memory"])
 @everywhere
 def test_gradients_that_were_moved_accumulate(style: str, change: str) -> None:
     model, _ = make(style)
@@ -164,8 +160,7 @@ def test_gradients_that_lie_in_a_buffer_of_the_script_stay_there(style: str) -> 
         if number in (0, 3):  # before the first backward, and later
             flat = torch.zeros(sum(param.numel() for param in params))
             views = [
-                part.view_as(param)
-                for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True)
+                part.view_as(param) for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True)
             ]
             for param, view in zip(params, views, strict=True):
                 param.grad = view
@@ -226,9 +221,7 @@ def test_a_hook_that_reads_all_gradients_reads_those_of_this_rank() -> None:
     model, _ = make("optimizer")
     params = list(model.parameters())
     read: list[torch.Tensor] = []
-    params[0].register_post_accumulate_grad_hook(
-        lambda _: read.extend(param.grad.clone() for param in params)
-    )
+    params[0].register_post_accumulate_grad_hook(lambda _: read.extend(param.grad.clone() for param in params))
     for number in range(4):
         read.clear()
         model.zero_grad(set_to_none=number < 2)
@@ -243,9 +236,7 @@ def test_a_hook_that_reads_all_gradients_reads_those_of_this_rank() -> None:
 @pytest.mark.parametrize("to_none", [True, False], ids=["none", "zeros"])
 @pytest.mark.parametrize("begin", [0, 2], ids=["first", "later"])
 @everywhere
-def test_ddp_of_torch_beside_the_optimizer_gives_the_same_averages(
-    begin: int, as_views: bool, to_none: bool
-) -> None:
+def test_ddp_of_torch_beside_the_optimizer_gives_the_same_averages(begin: int, as_views: bool, to_none: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
     optimizer = sgd(model.parameters(), lr=0.1, named_parameters=model.named_parameters())
@@ -256,9 +247,7 @@ def test_ddp_of_torch_beside_the_optimizer_gives_the_same_averages(
     for number in range(6):
         inputs = torch.randn(hvd.size(), 8, 40, generator=torch.Generator().manual_seed(number))
         if number == begin:
-            wrapped = nn.parallel.DistributedDataParallel(
-                model, bucket_cap_mb=0.01, gradient_as_bucket_view=as_views
-            )
+            wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01, gradient_as_bucket_view=as_views)
         optimizer.zero_grad(set_to_none=to_none)
         wrapped(inputs[hvd.rank()]).square().mean().backward()
         alone.zero_grad()
@@ -275,9 +264,7 @@ def test_ddp_of_torch_beside_the_optimizer_gives_the_same_averages(
 @pytest.mark.parametrize("local", ["ddp", "optimizer", "neither"])
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
 @everywhere
-def test_ddp_of_torch_and_the_optimizer_may_accumulate_differently(
-    as_views: bool, local: str, op: int
-) -> None:
+def test_ddp_of_torch_and_the_optimizer_may_accumulate_differently(as_views: bool, local: str, op: int) -> None:
     layer = nn.Linear(3, 1, bias=False)
     nn.init.zeros_(layer.weight)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), op=op)
@@ -287,9 +274,7 @@ def test_ddp_of_torch_and_the_optimizer_may_accumulate_differently(
         optimizer.zero_grad()
         expected = 10 + 20 * middle
         if op == hvd.Average:  # a sum of sums would be an error
-            around = {"ddp": wrapped.no_sync, "optimizer": optimizer.no_sync}.get(
-                local, contextlib.nullcontext
-            )
+            around = {"ddp": wrapped.no_sync, "optimizer": optimizer.no_sync}.get(local, contextlib.nullcontext)
             with around():
                 wrapped(torch.full((1, 3), 1.0 + 2 * hvd.rank() + number)).sum().backward()
             expected += 1 + 2 * middle + number

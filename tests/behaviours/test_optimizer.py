@@ -337,9 +337,7 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
     with pytest.raises(TypeError, match="distributed already"):
         hvd.DistributedOptimizer(optimizer)
     model: Any = nn.Linear(1, 1)
-    with pytest.raises(
-        TypeError, match=r"Pass torch\.optim\.SGD\(model\.parameters\(\), lr=0\.1\), for example"
-    ):
+    with pytest.raises(TypeError, match=r"Pass torch\.optim\.SGD\(model\.parameters\(\), lr=0\.1\), for example"):
         hvd.DistributedOptimizer(model)
     hvd.barrier()
 
@@ -440,9 +438,7 @@ def test_an_optimizer_that_takes_no_dense_gradients_gets_no_zeros() -> None:
 @everywhere
 def test_a_combined_gradient_that_the_script_takes_away_stays_away() -> None:
     trained, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([trained, frozen], lr=1.0, momentum=0.9, weight_decay=0.5)
-    )
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([trained, frozen], lr=1.0, momentum=0.9, weight_decay=0.5))
     for number in range(3):
         optimizer.zero_grad()
         (trained + frozen).sum().backward()
@@ -484,9 +480,7 @@ def test_a_gradient_that_the_script_sets_beside_backward_is_combined_once_in_eac
         held = [sum(held) * factor] * size
         wanted -= held[0]
         assert by_hand.tolist() == pytest.approx([wanted] * 2)
-        assert trained.tolist() == pytest.approx(
-            [-number * factor * (size if passing == "all-ranks" else 1)] * 2
-        )
+        assert trained.tolist() == pytest.approx([-number * factor * (size if passing == "all-ranks" else 1)] * 2)
 
 
 @everywhere
@@ -674,8 +668,7 @@ def test_an_optimizer_for_each_parameter_may_step_in_hooks() -> None:
     reference.load_state_dict(model.state_dict())
     alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     optimizers = {
-        param: hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1, momentum=0.9))
-        for param in model.parameters()
+        param: hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1, momentum=0.9)) for param in model.parameters()
     }
 
     def finish(param: torch.Tensor) -> None:

@@ -136,11 +136,7 @@ def test_memory_that_runs_out_between_two_parts_is_an_error_on_every_rank(is_roo
         patch.setattr(torch.Tensor, "cpu", copied)
         patch.setattr(optimizer_state, "_empty", allocated)
         error = MemoryError if fails else hvd.HorovodInternalError
-        with (
-            pytest.raises(error, match="no memory left")
-            if fails or hvd.size() > 1
-            else contextlib.nullcontext()
-        ):
+        with pytest.raises(error, match="no memory left") if fails or hvd.size() > 1 else contextlib.nullcontext():
             hvd.broadcast_optimizer_state(optimizer, root)
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 

@@ -23,9 +23,7 @@ def test_training_is_that_of_one_process(options: dict[str, Any]) -> None:
         for param in model.parameters():
             param.add_(hvd.rank())
     wrapped = hvd.DistributedDataParallel(model, **options)
-    optimizers = [
-        torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (wrapped, reference)
-    ]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (wrapped, reference)]
     for inputs, targets in batches(3):
         for optimizer in optimizers:
             optimizer.zero_grad()

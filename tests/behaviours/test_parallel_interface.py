@@ -91,9 +91,7 @@ def test_the_wrapper_of_torch_around_one_changes_no_number(steps_before: int) ->
         run(outer)
         run(plain)
         for param, alone in zip(outer.parameters(), plain.parameters(), strict=True):
-            assert torch.allclose(
-                param.grad, hvd.allreduce(cast(torch.Tensor, alone.grad), op=hvd.Average), rtol=1e-5
-            )
+            assert torch.allclose(param.grad, hvd.allreduce(cast(torch.Tensor, alone.grad), op=hvd.Average), rtol=1e-5)
 
 
 @everywhere

@@ -115,9 +115,7 @@ def test_checkpoints_have_bare_names_wherever_the_wrapper_is(tmp_path: Path) -> 
     model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
     outer = nn.ModuleDict({"part": hvd.DistributedDataParallel(model), "other": nn.Linear(1, 1)})
     hvd.checkpoint.save(path, {"model": outer})
-    bare = nn.ModuleDict(
-        {"part": nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), "other": nn.Linear(1, 1)}
-    )
+    bare = nn.ModuleDict({"part": nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), "other": nn.Linear(1, 1)})
     saved = hvd.checkpoint.load(path, {"model": zeroed(bare)})["model"]
     assert list(saved) == list(bare.state_dict())
     assert saved._metadata == bare.state_dict()._metadata  # type: ignore[attr-defined]

@@ -88,9 +88,7 @@ def remove_hooks(params: Iterable[Any], how: str, taken: list[Any]) -> None:
 @pytest.mark.parametrize("how", ["cleared", "replaced", "none", "dict"])
 @pytest.mark.parametrize("style", ["optimizer", "sum", "module"])
 @everywhere
-def test_gradients_are_combined_although_a_library_removes_all_hooks(
-    style: str, how: str, where: str
-) -> None:
+def test_gradients_are_combined_although_a_library_removes_all_hooks(style: str, how: str, where: str) -> None:
     for when, number in itertools.product(("before forward", "before backward", "before step"), (1, 3)):
         params = nn.ParameterList(nn.Parameter(torch.ones(3)) for _ in range(3))
         model = Product(params)

@@ -16,9 +16,7 @@ from ..helpers.world import everywhere
 
 def make_model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2, dtype=torch.bfloat16)
-    )
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2, dtype=torch.bfloat16))
 
 
 @everywhere

@@ -61,9 +61,7 @@ CALLS: dict[str, Callable[[Any], torch.Tensor]] = {
     "grouped_reducescatter_async": lambda op: of_rows(
         hvd.synchronize(hvd.grouped_reducescatter_async([mine()], op=op))[0]
     ),
-    "sparse_allreduce_async": lambda op: hvd.sparse_allreduce_async(
-        mine().to_sparse(), None, op
-    )().to_dense(),
+    "sparse_allreduce_async": lambda op: hvd.sparse_allreduce_async(mine().to_sparse(), None, op)().to_dense(),
     "DistributedOptimizer": of_optimizer,
 }
 """Each function with `op`, called with the tensor `mine()`; the result is the same on every rank."""

@@ -33,9 +33,7 @@ def test_each_rank_gets_its_rows_of_the_total(op: int, rows: int) -> None:
     assert torch.equal(held, whole * (hvd.rank() + 1))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64], ids=str)
 @everywhere
 def test_every_dtype_is_summed(dtype: torch.dtype) -> None:
     whole = torch.arange(7)
@@ -46,9 +44,7 @@ def test_every_dtype_is_summed(dtype: torch.dtype) -> None:
 @everywhere
 def test_factors_scale_before_and_after() -> None:
     whole = torch.arange(6.0)
-    result = hvd.reducescatter(
-        whole * (hvd.rank() + 1), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0
-    )
+    result = hvd.reducescatter(whole * (hvd.rank() + 1), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
     assert torch.equal(result, own(whole * factor() * 2))
 
 

@@ -22,9 +22,7 @@ def network() -> Any:
     model.register_buffer("mask", torch.tensor([True, False]), persistent=False)
     model.register_buffer("phase", torch.tensor(1 + 2j))
     model.register_buffer("empty", torch.ones(0))
-    for number, dtype in enumerate(
-        (torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
-    ):
+    for number, dtype in enumerate((torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)):
         model.register_parameter(f"p{number}", nn.Parameter(torch.ones(2, 2).to(dtype), requires_grad=False))
     return model
 

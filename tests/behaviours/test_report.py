@@ -160,9 +160,7 @@ def test_the_profiler_shows_agreements_collectives_and_buckets_as_named_ranges()
     names = {event.key for event in profile.key_averages()}
     for event in ("NEGOTIATE_ALLREDUCE allreduce.large", "ALLREDUCE allreduce.large"):
         assert f"dualdist::{event}" in names
-    assert any(
-        re.fullmatch(r"dualdist::NEGOTIATE_ALLREDUCE allreduce\.gradients\.\d+", name) for name in names
-    )
+    assert any(re.fullmatch(r"dualdist::NEGOTIATE_ALLREDUCE allreduce\.gradients\.\d+", name) for name in names)
     assert any(re.fullmatch(r"dualdist::ALLREDUCE allreduce\.gradients\.\d+\.0", name) for name in names)
 
 

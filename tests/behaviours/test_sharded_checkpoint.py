@@ -38,9 +38,7 @@ SAVED, MORE = 2, 2
 
 def later_with_horovod(function: Callable[..., None]) -> Callable[..., None]:
     """Make a test for `everywhere` whose worlds of Horovod are in CI alone."""
-    test: Callable[..., None] = pytest.mark.only_ci(where=lambda world: "horovod" in world)(
-        everywhere(function)
-    )
+    test: Callable[..., None] = pytest.mark.only_ci(where=lambda world: "horovod" in world)(everywhere(function))
     return test
 
 
@@ -148,9 +146,7 @@ class Halves(nn.Module):
         with torch.no_grad():
             self.layer.weight.add_(seed)
         if way == "tensor parallel":
-            parallelize_module(
-                self, hvd.device_mesh(), {"layer": ColwiseParallel(), "head": RowwiseParallel()}
-            )
+            parallelize_module(self, hvd.device_mesh(), {"layer": ColwiseParallel(), "head": RowwiseParallel()})
         else:
             fully_shard(self, mesh=hvd.device_mesh())
 
@@ -207,9 +203,7 @@ def test_a_save_takes_no_step_of_any_optimizer(way: str, steps: int, tmp_path: P
 
     def made(seed: int) -> dict[str, Any]:
         models = {f"net of {name}": Halves(way, seed) for name in names}
-        return models | {
-            name: OPTIMIZERS[name](list(models[f"net of {name}"].parameters())) for name in names
-        }
+        return models | {name: OPTIMIZERS[name](list(models[f"net of {name}"].parameters())) for name in names}
 
     def advance_all(state: dict[str, Any], first: int, last: int, with_head: bool) -> None:
         for name in names:
@@ -298,9 +292,7 @@ def test_torch_loads_the_folder(tmp_path: Path) -> None:
         step(state, manager, 1)
     found = {"model": transformer().state_dict()}
     dcp.load(found, checkpoint_id=tmp_path / "step-000000001")
-    assert torch.cat([value.flatten() for value in found["model"].values()]).tolist() == weights(
-        state["model"]
-    )
+    assert torch.cat([value.flatten() for value in found["model"].values()]).tolist() == weights(state["model"])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed")
@@ -347,16 +339,12 @@ def test_a_folder_of_another_program_is_loaded(flat: bool, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("program", ["ours", "theirs"])
 @later_with_horovod
-def test_hyperparameters_reach_their_group_when_parameters_have_numbers_for_names(
-    program: str, tmp_path: Path
-) -> None:
+def test_hyperparameters_reach_their_group_when_parameters_have_numbers_for_names(program: str, tmp_path: Path) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     def made(*rates: Any) -> tuple[Any, Any]:
         model = torch.nn.ParameterList([torch.ones(2) for _ in range(3)])
-        groups = [
-            {"params": [model[index]], "lr": rate} for index, rate in zip((2, 0, 1), rates, strict=True)
-        ]
+        groups = [{"params": [model[index]], "lr": rate} for index, rate in zip((2, 0, 1), rates, strict=True)]
         return model, torch.optim.SGD(groups)
 
     (model, optimizer), (fresh, empty) = made(0.1, torch.tensor(0.2), 0.3), made(0.5, torch.tensor(0.6), 0.7)
@@ -408,9 +396,7 @@ class Nested(torch.optim.SGD):
 @later_with_horovod
 def test_state_in_containers_is_saved_and_what_would_not_be_loaded_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
-    optimizer = Nested(
-        model.parameters(), lambda value: {"a": [value.clone(), None], 1: {"c.d": (value + 1, 2)}}
-    )
+    optimizer = Nested(model.parameters(), lambda value: {"a": [value.clone(), None], 1: {"c.d": (value + 1, 2)}})
     optimizer.step()
     with managed(tmp_path / "dict", {"net": model, "sgd": optimizer}) as manager:
         manager.step()
@@ -463,9 +449,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
         shard(other, hvd.device_mesh())
         state: dict[str, Any] = {**sharded_run(1), "model": other, "optimizer": adamw(other.parameters())}
         with managed(tmp_path, state) as manager:
-            with pytest.raises(
-                hvd.CheckpointError, match=rf"step-000000000 must fit the state.* {kind} \(model"
-            ):
+            with pytest.raises(hvd.CheckpointError, match=rf"step-000000000 must fit the state.* {kind} \(model"):
                 manager.restore_latest()
             assert weights(other) == before and state["epoch"] == 1
             with warned() as messages:
@@ -584,9 +568,7 @@ def test_a_step_that_is_saved_again_is_never_lost(tmp_path: Path, monkeypatch: p
         with monkeypatch.context() as patch:
             patch.setattr(os, "rename", failing)
             state["epoch"] = 1
-            with pytest.raises(
-                hvd.CheckpointError, match=r"not saved.*Stale.*complete checkpoint is that of"
-            ):
+            with pytest.raises(hvd.CheckpointError, match=r"not saved.*Stale.*complete checkpoint is that of"):
                 manager.save({"loss": 1.0})
         assert names_in(tmp_path) == [placed.name]
         hvd.barrier()
@@ -620,9 +602,7 @@ def test_a_folder_that_the_ranks_do_not_share_is_refused(tmp_path: Path) -> None
     own = os.open(tmp_path, os.O_RDONLY) if hvd.rank() == 0 else None
     folder = hvd.broadcast_object(f"/proc/self/fd/{own}", 0)  # on rank 0 alone
     with managed(folder, sharded_run()) as manager:
-        with pytest.raises(
-            hvd.CheckpointError, match="must be on a file system that all ranks share, but rank 1"
-        ):
+        with pytest.raises(hvd.CheckpointError, match="must be on a file system that all ranks share, but rank 1"):
             manager.save()
     if own is not None:
         os.close(own)

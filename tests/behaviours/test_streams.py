@@ -216,9 +216,7 @@ LINES = {
     "a bucket of several streams is recorded": Line(
         "devices.streams:StreamOrder.follow", "keep_until_done(tensor, stream)", TRAININGS
     ),
-    "a hook waits for its bucket": Line(
-        f"{HOOK}.start", "streams.wait_event(self.device, self._packed)", TRAININGS
-    ),
+    "a hook waits for its bucket": Line(f"{HOOK}.start", "streams.wait_event(self.device, self._packed)", TRAININGS),
     "backward waits for a hook": Line(
         f"{HOOK}.wait",
         "streams.wait_event(self.device, streams.record_event(self.device, self._stream))",

@@ -151,9 +151,7 @@ def test_gradients_of_weight_and_bias_are_this_ranks_share() -> None:
 @pytest.mark.parametrize("param_dtype", [torch.float32, None], ids=["float32-weights", "same-weights"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @everywhere
-def test_low_precision_input_is_normalized_in_float32(
-    dtype: torch.dtype, param_dtype: torch.dtype | None
-) -> None:
+def test_low_precision_input_is_normalized_in_float32(dtype: torch.dtype, param_dtype: torch.dtype | None) -> None:
     expected = plain()
     layer = ours(expected).to(param_dtype or dtype)
     whole = torch.cat(batches((3, 2))).to(dtype)
@@ -224,9 +222,7 @@ def test_an_input_that_needs_no_gradient_costs_no_exchange() -> None:
 def test_fewer_than_two_values_raise_on_every_rank() -> None:
     layer = hvd.SyncBatchNorm(CHANNELS)
     rows = 1 if hvd.rank() == 0 else 0
-    with pytest.raises(
-        ValueError, match="at least two values per channel over all ranks in training, but has 1"
-    ):
+    with pytest.raises(ValueError, match="at least two values per channel over all ranks in training, but has 1"):
         layer(torch.zeros(rows, CHANNELS))
 
 

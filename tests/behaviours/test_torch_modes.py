@@ -88,9 +88,7 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("allows", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 @everywhere
-def test_a_collective_inside_fake_tensor_mode_is_refused_and_the_next_one_works(
-    call: str, allows: bool
-) -> None:
+def test_a_collective_inside_fake_tensor_mode_is_refused_and_the_next_one_works(call: str, allows: bool) -> None:
     for length in (4, 120_000):
         own = torch.full((length,), hvd.rank() + 1.0)
         with FakeTensorMode(allow_non_fake_inputs=allows):

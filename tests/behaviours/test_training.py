@@ -56,9 +56,7 @@ def test_every_option_trains_as_one_process_does(case: str) -> None:
 def test_closures_train_as_one_process_does(kind: str) -> None:
     makes: dict[str, Make] = {
         "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=4),
-        "lbfgs-line-search": lambda params: torch.optim.LBFGS(
-            params, max_iter=4, line_search_fn="strong_wolfe"
-        ),
+        "lbfgs-line-search": lambda params: torch.optim.LBFGS(params, max_iter=4, line_search_fn="strong_wolfe"),
         "sgd": OPTIMIZERS["momentum"],
     }
     model, reference = make_model(), make_model()

@@ -139,9 +139,7 @@ def test_an_elastic_state_is_shared_by_all_or_by_none(stateful: bool) -> None:
     obj = Unloadable("value", [last()])
     state = TorchState(value=Stateful(obj) if stateful else obj)
     error = ValueError if hvd.rank() == last() else RuntimeError
-    with pytest.raises(
-        error, match=f"old version|Rank {last()} failed: ValueError: an old version"
-    ) as caught:
+    with pytest.raises(error, match=f"old version|Rank {last()} failed: ValueError: an old version") as caught:
         state.sync()
     assert not isinstance(caught.value, hvd.HorovodInternalError)  # elastic training would start again
     check_next_calls_work()

@@ -94,8 +94,6 @@ def test_tensors_of_one_collective_on_two_devices_are_refused() -> None:
     with FakeTensorMode():
         elsewhere = torch.empty(2, device="cuda")
     for function in (hvd.grouped_allreduce, hvd.grouped_allgather, hvd.grouped_reducescatter):
-        with pytest.raises(
-            ValueError, match=r"`tensors` must be on one device, but are on \['cpu', 'cuda:0'\]"
-        ):
+        with pytest.raises(ValueError, match=r"`tensors` must be on one device, but are on \['cpu', 'cuda:0'\]"):
             function([torch.ones(2), elsewhere])
     check_next_calls_work()

@@ -28,9 +28,7 @@ WRONG: dict[str, list[Any]] = {
 def test_a_wrong_argument_is_named_and_the_next_init_works(name: str) -> None:
     with outside_world():
         for value in WRONG[name]:
-            with pytest.raises(
-                (ValueError, TypeError), match=rf"`{name.rstrip('s')}[`s\[].* must "
-            ) as caught:
+            with pytest.raises((ValueError, TypeError), match=rf"`{name.rstrip('s')}[`s\[].* must ") as caught:
                 hvd.init(**{name: value})
             assert not hvd.is_initialized(), value
             assert "\n" not in str(caught.value)

@@ -179,9 +179,7 @@ class Lookahead(torch.optim.Optimizer):
 def test_an_optimizer_that_torch_has_not_initialized_is_refused_and_left_as_it_is() -> None:
     weight = nn.Parameter(torch.zeros(1))
     outer = Lookahead(torch.optim.SGD([weight], lr=1.0))
-    with pytest.raises(
-        TypeError, match=r"Lookahead\.__init__ does not .*: Lookahead\(DistributedOptimizer\(inner"
-    ):
+    with pytest.raises(TypeError, match=r"Lookahead\.__init__ does not .*: Lookahead\(DistributedOptimizer\(inner"):
         hvd.DistributedOptimizer(outer)
     assert type(outer) is Lookahead
     outer = Lookahead(hvd.DistributedOptimizer(outer.inner))

@@ -63,9 +63,7 @@ def _nccl_version() -> int:
 def native_pair() -> Iterator[World]:
     """Two ranks that share the device over its transport."""
     if IS_GPU and (found := _nccl_version()) < 23000:
-        pytest.skip(
-            f"NCCL lets ranks share a GPU from 2.30 on, but is {found}; put a newer one into LD_PRELOAD"
-        )
+        pytest.skip(f"NCCL lets ranks share a GPU from 2.30 on, but is {found}; put a newer one into LD_PRELOAD")
     yield from _world(TRANSPORT, 2)
 
 

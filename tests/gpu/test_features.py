@@ -117,9 +117,7 @@ def sparse_steps(device: str) -> list[torch.Tensor]:
             step(network, optimizer, torch.tensor([0, hvd.rank() + 1, hvd.rank() + 1], device=device))
             assert model[0].weight.grad.is_sparse
         results += [*model.parameters(), model[0].weight.grad.to_dense()]
-    reduced = hvd.sparse_allreduce_async(
-        torch.eye(3, device=device).mul(hvd.rank() + 1).to_sparse(), "eye", hvd.Sum
-    )
+    reduced = hvd.sparse_allreduce_async(torch.eye(3, device=device).mul(hvd.rank() + 1).to_sparse(), "eye", hvd.Sum)
     return on_host(device, [*results, reduced().to_dense()])
 
 
@@ -154,9 +152,7 @@ def joined(device: str) -> list[torch.Tensor]:
         ((weight * drawn(device, 3)).sum() + bias.sum() * 3).backward()
         optimizer.step()
         results += [weight.detach().clone(), bias.detach().clone()]
-        results += [
-            hvd.allreduce(torch.full((6,), hvd.rank() + 2, device=device), op=op) for op in (hvd.Sum, hvd.Min)
-        ]
+        results += [hvd.allreduce(torch.full((6,), hvd.rank() + 2, device=device), op=op) for op in (hvd.Sum, hvd.Min)]
     assert hvd.join() == 0
     return on_host(device, results)
 
@@ -276,9 +272,7 @@ def mixed_steps(first: str, second: str, style: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("style", ["module", "optimizer"])
 @pytest.mark.parametrize("devices", [(DEVICE, "cpu"), ("cpu", DEVICE)], ids=str)
-def test_a_model_on_gpu_and_cpu_trains_as_on_the_cpu(
-    pair: World, devices: tuple[str, str], style: str
-) -> None:
+def test_a_model_on_gpu_and_cpu_trains_as_on_the_cpu(pair: World, devices: tuple[str, str], style: str) -> None:
     found, expected = pair.run(mixed_steps, *devices, style), pair.run(mixed_steps, "cpu", "cpu", style)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
@@ -349,8 +343,7 @@ def committed(device: str, width: int) -> tuple[list[Bits], list[int]]:
     step(model, optimizer, inputs)  # the device has not begun with it when commit() reads
     state.batch = 1
     copies = [
-        handler(value)._saved
-        for handler, value in ((ModelStateHandler, model), (OptimizerStateHandler, optimizer))
+        handler(value)._saved for handler, value in ((ModelStateHandler, model), (OptimizerStateHandler, optimizer))
     ]
     assert {leaf.device.type for leaf in tree_leaves(copies) if torch.is_tensor(leaf)} == {"cpu"}
     left = -allocated()
@@ -367,9 +360,7 @@ def committed(device: str, width: int) -> tuple[list[Bits], list[int]]:
     return found, sizes
 
 
-def test_a_commit_keeps_a_state_of_the_gpu_and_takes_none_of_its_memory(
-    either: World, record_property: Record
-) -> None:
+def test_a_commit_keeps_a_state_of_the_gpu_and_takes_none_of_its_memory(either: World, record_property: Record) -> None:
     for (at_commit, *restored), (peak, left) in either.run(committed, DEVICE, 1024):
         assert restored == [at_commit] * 2
         record_property("figure", f"peak {peak / MB:.1f}, left {left / MB:.1f} MB")
@@ -406,9 +397,7 @@ def compared(device: str) -> tuple[int, int, list[str]]:
     return len(tensors_in(model, optimizer)), waits, errors
 
 
-def test_replicas_are_compared_and_the_tensor_that_differs_is_named(
-    pair: World, record_property: Record
-) -> None:
+def test_replicas_are_compared_and_the_tensor_that_differs_is_named(pair: World, record_property: Record) -> None:
     for number, waits, errors in pair.run(compared, DEVICE):
         record_property("figure", f"{waits} waits, {number} tensors")
         assert waits <= number
@@ -479,9 +468,7 @@ def rejoined(device: str) -> tuple[list[float], int]:
     return weights, before - free()
 
 
-def test_a_rank_trains_again_in_each_new_world_and_keeps_no_communicators(
-    one: World, record_property: Record
-) -> None:
+def test_a_rank_trains_again_in_each_new_world_and_keeps_no_communicators(one: World, record_property: Record) -> None:
     ((weights, kept),) = one.run(rejoined, DEVICE)
     record_property("figure", f"{kept / MB:.0f} MB kept")
     assert weights == pytest.approx([0.25] * 26, abs=1e-5)
@@ -534,9 +521,7 @@ def loaded(device: str) -> list[float]:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     weight.sum().backward()  # uses the device before the fork
     data = TensorDataset(torch.arange(12.0).view(6, 2))
-    loader = DataLoader(
-        data, 2, num_workers=2, pin_memory=device != "cpu", multiprocessing_context="fork", timeout=30
-    )
+    loader = DataLoader(data, 2, num_workers=2, pin_memory=device != "cpu", multiprocessing_context="fork", timeout=30)
     weights = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
@@ -630,9 +615,7 @@ def autocast_steps(device: str) -> list[torch.Tensor]:
     model: Any = nn.Sequential(*layers).to(device)
     wrapped = hvd.DistributedDataParallel(model)
     dtypes: list[torch.dtype] = []
-    model[1].register_forward_hook(
-        lambda layer, inputs, output: dtypes.extend([inputs[0].dtype, output.dtype])
-    )
+    model[1].register_forward_hook(lambda layer, inputs, output: dtypes.extend([inputs[0].dtype, output.dtype]))
     inputs = (drawn(device, 6 + hvd.rank(), 3, 8, 8) * 2 + 1).float()
     with torch.autocast(torch.device(device).type, torch.bfloat16):
         wrapped(inputs).float().square().mean().backward()

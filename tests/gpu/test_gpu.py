@@ -38,12 +38,8 @@ def transport(world: World) -> str:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(
-    "name", ["plain", "accumulate", "clip", "frozen", "sync-batch-norm", "two-optimizers"]
-)
-def test_ranks_on_one_gpu_train_as_the_cpu_does_with_the_whole_batch(
-    either: World, name: str, style: str
-) -> None:
+@pytest.mark.parametrize("name", ["plain", "accumulate", "clip", "frozen", "sync-batch-norm", "two-optimizers"])
+def test_ranks_on_one_gpu_train_as_the_cpu_does_with_the_whole_batch(either: World, name: str, style: str) -> None:
     size = either.size
     oracle, bound = expected(name, size, torch.float64), bounds(name, size, torch.float64)
     for outcome in either.run(on_rank, name, style, torch.float64, transport(either)):
@@ -114,9 +110,7 @@ def normalized(device: str, dtype: torch.dtype, is_channels_last: bool) -> list[
 
 @pytest.mark.parametrize("is_channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_sync_batch_norm_gives_the_numbers_of_the_cpu(
-    one: World, dtype: torch.dtype, is_channels_last: bool
-) -> None:
+def test_sync_batch_norm_gives_the_numbers_of_the_cpu(one: World, dtype: torch.dtype, is_channels_last: bool) -> None:
     (found,) = one.run(normalized, DEVICE, dtype, is_channels_last)
     (expected,) = one.run(normalized, "cpu", dtype, is_channels_last)
     bound = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
@@ -131,9 +125,7 @@ def normalized_batches(
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(sum(batches), *shape, generator=generator, dtype=torch.float64) * 3 + 2
     own = whole.split(batches)[hvd.rank()].to(device)
-    layer = hvd.SyncBatchNorm(shape[0], eps=0.1, momentum=momentum, affine=affine, dtype=torch.float64).to(
-        device
-    )
+    layer = hvd.SyncBatchNorm(shape[0], eps=0.1, momentum=momentum, affine=affine, dtype=torch.float64).to(device)
     results = []
     for factor in (1, -2):
         inputs = (own * factor).transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()

@@ -223,9 +223,7 @@ def waits(device: str, how: str, name: str) -> int:
 @on_gpus("way to count the waits of the host")
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", WAITS)
-def test_the_host_waits_no_more_often_than_in_torch(
-    one: World, name: str, style: str, record_property: Record
-) -> None:
+def test_the_host_waits_no_more_often_than_in_torch(one: World, name: str, style: str, record_property: Record) -> None:
     oracle = "ddp" if WAITS[name].hook else "plain"  # PowerSGD waits for the device itself
     (expected,), (found,) = one.run(waits, DEVICE, oracle, name), one.run(waits, DEVICE, style, name)
     record_property("figure", f"{oracle} {expected}, {style} {found}")

@@ -23,9 +23,7 @@ import dualdist as hvd
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
 FOLDER = Path(sys.argv[1])
-EVENTS = {
-    int(step): tuple(rest.split(":", 1)) for step, _, rest in (text.partition(":") for text in sys.argv[2:])
-}
+EVENTS = {int(step): tuple(rest.split(":", 1)) for step, _, rest in (text.partition(":") for text in sys.argv[2:])}
 SECONDS = 60.0
 
 

@@ -24,9 +24,7 @@ def weight_after(batches: int) -> float:
     """Return the weight after training, by plain arithmetic."""
     weight = velocity = 0.0
     for batch in range(batches):
-        velocity = (
-            MOMENTUM * velocity + sum((batch + 1) * (rank + 1) for rank in range(hvd.size())) / hvd.size()
-        )
+        velocity = MOMENTUM * velocity + sum((batch + 1) * (rank + 1) for rank in range(hvd.size())) / hvd.size()
         weight -= RATE * velocity
     return weight
 

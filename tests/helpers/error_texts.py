@@ -37,9 +37,7 @@ BUILDERS = (
 _PLACE_OF_TEXT = {"OSError": -1, "FileExistsError": 1, "gaierror": 1, "_fail": 1, "damaged": 1}
 """Name of a class or helper -> the index of the argument that is the text, if it is not the first."""
 _ERROR = re.compile(r"(.*\.)?([A-Z]\w*Error|gaierror|error|damaged)|super\(\)\.__init__")
-_WARNING = re.compile(
-    r"(.*\.)?(_?warn(_explicit|_deprecated)?|_fail)|logger\.(warning|error)|sys\.stderr\.write"
-)
+_WARNING = re.compile(r"(.*\.)?(_?warn(_explicit|_deprecated)?|_fail)|logger\.(warning|error)|sys\.stderr\.write")
 
 
 class ErrorText(NamedTuple):

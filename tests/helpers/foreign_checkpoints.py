@@ -99,9 +99,7 @@ def of_fabric(path: str) -> list[list[float]]:
     hvd.init()
     folder = Path(path)
     strategy = ModelParallelStrategy(parallelize_fn=lambda model, _: sharded(model))
-    fabric = Fabric(
-        accelerator="cpu", devices=hvd.size(), strategy=strategy, plugins=[TorchElasticEnvironment()]
-    )
+    fabric = Fabric(accelerator="cpu", devices=hvd.size(), strategy=strategy, plugins=[TorchElasticEnvironment()])
     fabric.launch()
     mine, theirs, ours = begun(), fresh(), fresh()
     fabric.save(folder / "theirs", {"model": mine[0], "optimizer": mine[1], "epoch": 1})

@@ -95,9 +95,7 @@ def stepped_twice() -> list[str]:
 def private_attributes(passes: int) -> list[Any]:
     """Return what scripts read of an optimizer that combines every second pass, before and after `passes` passes."""
     model = small_model()
-    wrapped = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5), backward_passes_per_step=2
-    )
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), backward_passes_per_step=2)
     found: list[Any] = [[list(wrapped._allreduce_delay.values()), len(wrapped._requires_update)]]
     for _ in range(passes):
         model(rows()).sum().backward()
@@ -239,9 +237,7 @@ def joined() -> Any:
 
 
 def sparse() -> Any:
-    tensor = torch.sparse_coo_tensor(
-        torch.tensor([[hvd.rank()]]), torch.tensor([2.0]), (3,), check_invariants=True
-    )
+    tensor = torch.sparse_coo_tensor(torch.tensor([[hvd.rank()]]), torch.tensor([2.0]), (3,), check_invariants=True)
     return hvd.sparse_allreduce_async(tensor, name="sparse", op=hvd.Average)()
 
 
@@ -278,17 +274,11 @@ def applied(name: str, *arguments: Any) -> list[Any]:
 CALLS: dict[str, Callable[[], Any]] = {
     "is_initialized": lambda: [hvd.is_initialized(), hvd.init(), hvd.is_initialized()],
     "init": lambda: hvd.init(),
-    **{
-        name: getattr(hvd, name)
-        for name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-    },
+    **{name: getattr(hvd, name) for name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")},
     "is_homogeneous": lambda: bool(hvd.mpi_ops.is_homogeneous()),
     "mpi_threads_supported": lambda: hvd.mpi_threads_supported(),
     **{name: getattr(hvd, name) for name in ("mpi_enabled", "gloo_enabled")},
-    **{
-        name: partial(built, name)
-        for name in ("mpi_built", "gloo_built", "nccl_built", "ddl_built", "ccl_built")
-    },
+    **{name: partial(built, name) for name in ("mpi_built", "gloo_built", "nccl_built", "ddl_built", "ccl_built")},
     **{name: partial(on_both, getattr(hvd, name)) for name in ("cuda_built", "rocm_built")},
     "__version__": lambda: horovod.__version__,
     "run": lambda: [callable(horovod.run), horovod.run is horovod.runner.run],
@@ -300,9 +290,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "grouped_allreduce": lambda: hvd.grouped_allreduce([rows(), rows(1)], op=hvd.Sum),
     "grouped_allreduce_": lambda: hvd.grouped_allreduce_([rows(), rows(1)], op=hvd.Min),
     "grouped_allreduce_async": lambda: waited(hvd.grouped_allreduce_async([rows(), rows(1)])),
-    "grouped_allreduce_async_": lambda: waited(
-        hvd.grouped_allreduce_async_([rows(), rows(1)], op=hvd.Product)
-    ),
+    "grouped_allreduce_async_": lambda: waited(hvd.grouped_allreduce_async_([rows(), rows(1)], op=hvd.Product)),
     "sparse_allreduce_async": sparse,
     "allgather": lambda: [hvd.allgather(rows(1 + hvd.rank())), gradient(hvd.allgather)],
     "allgather_async": lambda: waited(hvd.allgather_async(rows(), "gathered")),
@@ -361,9 +349,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "stop_timeline": timeline,
     "HorovodInternalError": lambda: [hvd.HorovodInternalError is exceptions.HorovodInternalError, "x"],
     "HostsUpdatedInterrupt": lambda: [exceptions.HostsUpdatedInterrupt(True).skip_sync],
-    "HorovodVersionMismatchError": lambda: vars(exceptions.HorovodVersionMismatchError("torch", "2", "1"))[
-        "version"
-    ],
+    "HorovodVersionMismatchError": lambda: vars(exceptions.HorovodVersionMismatchError("torch", "2", "1"))["version"],
     "get_version_mismatch_message": lambda: exceptions.get_version_mismatch_message("torch", "2", "1")[:60],
     "HorovodBasics": lambda: [
         basics.HorovodBasics.__name__,
@@ -376,9 +362,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         mpi_ops.handle_average_backwards_compatibility(hvd.Sum, None),
         mpi_ops.handle_average_backwards_compatibility(None, False),
     ],
-    "get_average_backwards_compatibility_fun": lambda: util.get_average_backwards_compatibility_fun(hvd)(
-        2, True
-    ),
+    "get_average_backwards_compatibility_fun": lambda: util.get_average_backwards_compatibility_fun(hvd)(2, True),
     **{name: partial(applied, name, *arguments) for name, arguments in APPLIED.items()},
     "EXTENSIONS": lambda: util.EXTENSIONS,
     "check_extension": lambda: util.check_extension("horovod.torch", "X", hvd.__file__, "mpi_lib_v2"),

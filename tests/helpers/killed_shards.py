@@ -52,9 +52,7 @@ class Run:
     """What is in the folder at the end."""
 
 
-def run(
-    folder: Path, asynchronous: bool, watch: Callable[[CheckpointManager], None]
-) -> tuple[int, list[float]]:
+def run(folder: Path, asynchronous: bool, watch: Callable[[CheckpointManager], None]) -> tuple[int, list[float]]:
     """Resume, train to the end, and return the step from which this run has resumed, and its weights."""
     model = transformer()
     shard(model, hvd.device_mesh())
@@ -65,9 +63,7 @@ def run(
         restored = manager.steps
         watch(manager)
         for number in range(restored, STEPS):
-            train(
-                model, state["optimizer"], steps=number + 1, first=number
-            )  # every rank on the whole batches
+            train(model, state["optimizer"], steps=number + 1, first=number)  # every rank on the whole batches
             manager.step()
     sys.setprofile(None)
     return restored, weights(model)
@@ -78,9 +74,7 @@ def joined(ranks: int, meeting: Path, body: Callable[[], object]) -> list[int]:
 
     def child(rank: int) -> int:
         try:
-            hvd.init(
-                init_method=f"file://{meeting}", rank=rank, world_size=ranks, backend="torch", timeout=20
-            )
+            hvd.init(init_method=f"file://{meeting}", rank=rank, world_size=ranks, backend="torch", timeout=20)
             body()
         except (hvd.HorovodInternalError, RuntimeError) as error:
             if isinstance(error, hvd.HorovodInternalError) and "rank" in str(error):
@@ -133,9 +127,7 @@ def undisturbed(folder: Path, asynchronous: bool) -> tuple[Sequence[int], Path]:
     return [int(shared.get(rank)) for rank in range(RANKS)], path
 
 
-def killed(
-    folder: Path, numbers: random.Random, asynchronous: bool, calls: Sequence[int], expected: Path
-) -> Run:
+def killed(folder: Path, numbers: random.Random, asynchronous: bool, calls: Sequence[int], expected: Path) -> Run:
     folder.mkdir()
     victim, ranks, shared = numbers.randrange(RANKS), numbers.choice((RANKS, RANKS, 1, 3)), SharedNumbers()
     moment = numbers.randint(1, calls[victim])

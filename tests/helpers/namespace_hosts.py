@@ -101,9 +101,7 @@ class Network:
 
     hosts: tuple[Host, ...]
 
-    def finish(
-        self, *command: str, environment: Mapping[str, str] | None = None, forks: bool = True
-    ) -> Ended:
+    def finish(self, *command: str, environment: Mapping[str, str] | None = None, forks: bool = True) -> Ended:
         """Run a command on the first host to its end; see script_launch.finish."""
         variables = {**OPEN_MPI, "PYTHONPATH": str(ROOT), **(environment or {})}
         return finish(self.hosts[0].command(*command), variables, forks=forks)
@@ -175,9 +173,7 @@ def _wire(host: Host, switch: Host) -> None:
     host.run("ip", "link", "set", "lo", "up")
     for interface in SUBNETS:
         port = f"{interface}-{host.name}"
-        switch.run(
-            "ip", "link", "add", port, "type", "veth", "peer", "name", interface, "netns", f"{host.pid}"
-        )
+        switch.run("ip", "link", "add", port, "type", "veth", "peer", "name", interface, "netns", f"{host.pid}")
         if interface in LINKS:
             switch.run("ip", "link", "set", port, "master", interface)
         switch.run("ip", "link", "set", port, "up")
@@ -190,9 +186,7 @@ def _furnish(host: Host, hosts: tuple[Host, ...], folder: Path) -> None:
     own = "127.0.1.1" if host.number == 1 else host.address("dead0")
     names: Mapping[str, str] = {other.name: other.address() for other in hosts} | {host.name: own}
     file = folder / f"hosts-{host.name}"
-    file.write_text(
-        "".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **names}.items())
-    )
+    file.write_text("".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **names}.items()))
     host.run("hostname", host.name)
     host.run("mount", "--bind", f"{file}", "/etc/hosts")
     host.run("mount", "--bind", f"{folder}/ssh_config", "/etc/ssh/ssh_config")
@@ -203,9 +197,7 @@ def _furnish(host: Host, hosts: tuple[Host, ...], folder: Path) -> None:
 def _serve_ssh(host: Host, folder: Path, stack: contextlib.ExitStack) -> None:
     """Start the host's sshd. Its sessions run on the host, since a process keeps its parent's namespaces."""
     command = host.command(program("sshd"), "-D", "-e", "-f", f"{folder}/sshd_config")
-    server = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     stack.callback(server.wait, SECONDS)
     stack.callback(server.terminate)
     assert server.stderr is not None

@@ -23,9 +23,7 @@ class Odd:
 
 def _nested_tensor() -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "The PyTorch API of nested tensors is in prototype stage", UserWarning
-        )
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype stage", UserWarning)
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
@@ -51,9 +49,7 @@ ODD: Mapping[str, Callable[[], Any]] = MappingProxyType(
 )
 """Wrong values for most parameters. 7 is no rank in the worlds of the tests, and six rows divide by their sizes."""
 
-POSITIVE = (
-    "backward_passes_per_step bucket_cap_mb groups nprocs num_proc num_replicas passes start_timeout".split()
-)
+POSITIVE = "backward_passes_per_step bucket_cap_mb groups nprocs num_proc num_replicas passes start_timeout".split()
 """Numbers that must not be 0."""
 
 MORE: Mapping[str, Mapping[str, Callable[[], Any]]] = MappingProxyType(
@@ -114,9 +110,7 @@ def accept(names: str, reason: str, *, called: bool = True) -> Accepted:
     return Accepted(frozenset(ODD if names == "all" else names.split()), called)
 
 
-ELASTIC = (
-    "min_num_proc max_num_proc min_np max_np slots reset_limit cooldown_range host_discovery_script".split()
-)
+ELASTIC = "min_num_proc max_num_proc min_np max_np slots reset_limit cooldown_range host_discovery_script".split()
 """Parameters of horovod.run for elastic jobs."""
 
 NUMBERS = "whole negative huge fraction"
@@ -187,13 +181,9 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "eps": accept("whole huge fraction", "any number from 0"),
         "momentum": accept("none", "an average over all batches, as in torch"),
         "SyncBatchNorm.process_group": accept("none unregistered", "it may be registered later"),
-        "SyncBatchNorm.convert_sync_batchnorm.process_group": accept(
-            "none unregistered", "it may be registered later"
-        ),
+        "SyncBatchNorm.convert_sync_batchnorm.process_group": accept("none unregistered", "it may be registered later"),
         "remove_process_set.process_set": accept("unregistered", "False"),
-        "SyncBatchNorm.device": accept(
-            "none whole", "the default device, or a GPU by its number", called=False
-        ),
+        "SyncBatchNorm.device": accept("none whole", "the default device, or a GPU by its number", called=False),
         "dtype": accept("", "a torch.dtype"),
         "SyncBatchNorm.dtype": accept("none", "the default dtype"),
         "file_path": accept("text", "a path", called=False),
@@ -214,10 +204,7 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
                 ("use_mpi", "none", "unset"),
                 ("disable_cache", "all", "without effect"),
                 ("mpi_args", "all", "without effect"),
-                *(
-                    (name, "none text", "a path")
-                    for name in ("executable", "output_filename", "ssh_identity_file")
-                ),
+                *((name, "none text", "a path") for name in ("executable", "output_filename", "ssh_identity_file")),
                 ("hostfile", "none", "no file"),
                 *((name, "none", "an elastic job is refused") for name in ELASTIC),
             )
@@ -247,9 +234,7 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "checkpoint.export_weights.model": accept("", "a module"),
         "offset": accept("none whole huge", "the rank, or any number"),
         "lr": accept(NUMBERS, "any number"),
-        "factor": accept(
-            "none whole huge fraction", "the size of the world, or how many times the batch is larger"
-        ),
+        "factor": accept("none whole huge fraction", "the size of the world, or how many times the batch is larger"),
         "rule": accept("", "one of two names"),
         "steps": accept("whole huge", "any number of steps"),
         "then": accept("none", "no other scheduler"),

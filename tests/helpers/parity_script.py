@@ -77,9 +77,7 @@ def main(style: str) -> None:
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     numbers = torch.Generator().manual_seed(2)
     samples = 8 // size * size * PASSES * 3
-    data = TensorDataset(
-        torch.randn(samples, 16, generator=numbers), torch.randint(4, (samples,), generator=numbers)
-    )
+    data = TensorDataset(torch.randn(samples, 16, generator=numbers), torch.randint(4, (samples,), generator=numbers))
     sampler: Any = DistributedSampler(data, size, rank, seed=3 if fault == "sampler" else 0)
     torch.manual_seed(rank)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=style == "scaled")

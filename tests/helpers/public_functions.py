@@ -110,14 +110,10 @@ DATA: dict[str, Case] = {
         of=sampler,
     ),
     **cases("samplers.DistributedSamplerWrapper", lambda: {"sampler": range(12)}),
-    **cases(
-        "samplers.DealingSampler.load_state_dict", of=lambda: samplers.DistributedSamplerWrapper(range(12))
-    ),
+    **cases("samplers.DealingSampler.load_state_dict", of=lambda: samplers.DistributedSamplerWrapper(range(12))),
     **cases("split_by_rank", lambda: {"iterable": range(12)}),
     **cases("elastic.ElasticSampler.set_epoch elastic.ElasticSampler.load_state_dict", of=elastic_sampler),
-    **cases(
-        "elastic.ElasticSampler.record_batch", lambda: {"batch_idx": 0, "batch_size": 1}, elastic_sampler
-    ),
+    **cases("elastic.ElasticSampler.record_batch", lambda: {"batch_idx": 0, "batch_size": 1}, elastic_sampler),
     **cases("seed_everything", lambda: {"seed": 1}),
     **cases("seeding.worker_init_fn"),
     **cases("lr.scaled", lambda: {"lr": 0.1}),
@@ -222,9 +218,7 @@ CHECKPOINTS: dict[str, Case] = {
     "checkpoint.load": Case(checkpoint.load, call=loaded),
     "checkpoint.export_weights": Case(checkpoint.export_weights, call=exported),
     **cases("checkpoint.read_manifest"),
-    "checkpoint.CheckpointManager": Case(
-        checkpoint.CheckpointManager, call=lambda **options: managed(**options)
-    ),
+    "checkpoint.CheckpointManager": Case(checkpoint.CheckpointManager, call=lambda **options: managed(**options)),
     **{
         f"checkpoint.CheckpointManager.{method}": Case(
             getattr(checkpoint.CheckpointManager, method), call=on_manager(method)

@@ -68,9 +68,7 @@ def train_beside(
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
-    "momentum": lambda params: torch.optim.SGD(
-        params, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True
-    ),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
     "adamw-foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9),

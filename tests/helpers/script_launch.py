@@ -78,22 +78,14 @@ class Ended:
     def shown(self) -> str:
         """Return what a report shows of the output: the beginning and the end of a long one."""
         middle = f"\n[{len(self.output) - 2 * SHOWN} characters]\n"
-        return (
-            self.output
-            if len(self.output) < 2 * SHOWN
-            else self.output[:SHOWN] + middle + self.output[-SHOWN:]
-        )
+        return self.output if len(self.output) < 2 * SHOWN else self.output[:SHOWN] + middle + self.output[-SHOWN:]
 
 
-def launch(
-    name: str, *arguments: str, environment: Mapping[str, str] | None = None, forks: bool = True
-) -> Ended:
+def launch(name: str, *arguments: str, environment: Mapping[str, str] | None = None, forks: bool = True) -> Ended:
     """Run a script to its end; see `finish`."""
     launcher = LAUNCHERS[name]
     need_modules(*launcher.modules)
-    return finish(
-        [*launcher.command, *arguments], {**launcher.environment, **(environment or {})}, forks=forks
-    )
+    return finish([*launcher.command, *arguments], {**launcher.environment, **(environment or {})}, forks=forks)
 
 
 def finish(

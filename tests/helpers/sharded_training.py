@@ -213,9 +213,7 @@ def pipelined() -> list[float]:
         optimizer.zero_grad()
         words = [rows[:, :-1]] if stage.is_first else []
         schedule.step(*words, target=rows[:, 1:] if stage.is_last else None)
-        norm = hvd.allreduce(
-            nn.utils.get_total_norm([param.grad for param in layer.parameters()]) ** 2, op=hvd.Sum
-        )
+        norm = hvd.allreduce(nn.utils.get_total_norm([param.grad for param in layer.parameters()]) ** 2, op=hvd.Sum)
         nn.utils.clip_grads_with_norm_(layer.parameters(), NORM, norm.sqrt())
         optimizer.step()
     return [number for part in hvd.allgather_object(weights(layer)) for number in part]
@@ -235,9 +233,7 @@ def resumed(folder: str, steps: int, asynchronous: bool) -> list[float]:
         # Three ranks cannot share a batch equally: each trains on all of it.
         place = (0, 1) if hvd.size() == 3 else (hvd.rank(), hvd.size())
         for number in range(manager.steps, steps):
-            train(
-                model, state["optimizer"], place, number + 1, model.set_requires_gradient_sync, first=number
-            )
+            train(model, state["optimizer"], place, number + 1, model.set_requires_gradient_sync, first=number)
             state["steps"] = number + 1
             manager.step()
     return weights(model)

@@ -96,9 +96,7 @@ class Slurm:
         """The variables with which Slurm's commands find it."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def finish(
-        self, *command: str, environment: Mapping[str, str] | None = None, forks: bool = True
-    ) -> Ended:
+    def finish(self, *command: str, environment: Mapping[str, str] | None = None, forks: bool = True) -> Ended:
         """Run one of Slurm's commands to its end; see script_launch.finish. If it fails, print what the servers say."""
         ended = None
         try:
@@ -180,9 +178,7 @@ def _configure(folder: Path, nodes: Sequence[Node]) -> None:
         for node, port in zip(nodes, ports, strict=True)
     )
     host = f"{nodes[0].host}({nodes[0].address})"
-    text = CONFIGURATION.format(
-        folder=folder, controller_host=host, controller=controller, nodes="\n".join(lines)
-    )
+    text = CONFIGURATION.format(folder=folder, controller_host=host, controller=controller, nodes="\n".join(lines))
     (folder / "slurm.conf").write_text(text)
 
 
@@ -206,9 +202,7 @@ def _wait(slurm: Slurm, question: list[str], answer: str, seconds: float = START
     """Ask until the answer is right, with pauses: every question is a process."""
     deadline = time.monotonic() + seconds
     while (told := slurm.ask(*question)) != answer:
-        assert time.monotonic() < deadline, (
-            f"{question} must say {answer!r}, but says {told!r}.\n{slurm.logs()}"
-        )
+        assert time.monotonic() < deadline, f"{question} must say {answer!r}, but says {told!r}.\n{slurm.logs()}"
         time.sleep(0.1)
 
 

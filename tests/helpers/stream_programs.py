@@ -247,9 +247,7 @@ def training(device: torch.device, seed: int) -> Tensors:
     else:
         params = [*network.parameters()]
         groups = None if cap == 25 else [params[start : start + 3] for start in range(0, len(params), 3)]
-        optimizer = hvd.DistributedOptimizer(
-            optimizer, backward_passes_per_step=passes, comm_hook=hook, groups=groups
-        )
+        optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=passes, comm_hook=hook, groups=groups)
     found: Tensors = []
     ready = streams.event()
     with warnings.catch_warnings(), streams.on(main):

@@ -36,9 +36,7 @@ def train(hvd: Any) -> None:
 
     model = nn.Linear(2, 1)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-    )
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     other = nn.Linear(2, 1)
     wrapped = SynchronizedModule(other)

@@ -72,8 +72,7 @@ def run_tasks(start: Start, tasks: Sequence[Task], network: Network | None = Non
         launchers = [
             popen(
                 forked(command) if start.forks else command,
-                (fork_variables() if start.forks else {})
-                | {"PYTHONPATH": str(ROOT), **start.environment, MARK: mark},
+                (fork_variables() if start.forks else {}) | {"PYTHONPATH": str(ROOT), **start.environment, MARK: mark},
                 output,
             )
             for parts in start.commands
@@ -136,11 +135,7 @@ def _met(
         connections: list[Connection[Any, Any]] = []
         while len(connections) < size:
             ready = wait([server, *ended], max(0.0, deadline - time.monotonic()))
-            how = (
-                "a launcher has ended"
-                if ready
-                else f"no other process connected within {START_SECONDS:.0f} s"
-            )
+            how = "a launcher has ended" if ready else f"no other process connected within {START_SECONDS:.0f} s"
             assert server in ready, f"{size} processes must connect, but {len(connections)} did: {how}."
             connections.append(stack.enter_context(listener.accept()))
         yield connections
@@ -164,9 +159,7 @@ def _do(processes: Sequence[Connection[Any, Any]], task: Task, network: Network 
 def _receive(process: Connection[Any, Any]) -> Report:
     """Return the next report of a process, which itself ends what takes too long."""
     try:
-        report: Report = (
-            process.recv() if process.poll(2 * TASK_SECONDS) else {"error": "no answer", "ended": None}
-        )
+        report: Report = process.recv() if process.poll(2 * TASK_SECONDS) else {"error": "no answer", "ended": None}
     except (EOFError, OSError):
         report = {"error": "the process is gone", "ended": None}
     return report

@@ -59,8 +59,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     other = [
         name
         for name in before.keys() & after.keys()
-        if before[name] is not after[name]
-        and not (isinstance(before[name], plain) and before[name] == after[name])
+        if before[name] is not after[name] and not (isinstance(before[name], plain) and before[name] == after[name])
     ]
     return sorted([*new, *other, *(before.keys() - after.keys())])
 
@@ -77,9 +76,7 @@ def main() -> None:
     former = signal.signal(signal.SIGHUP, handle)
     hvd.allreduce(torch.ones(3))
     hvd.shutdown()
-    handlers = [
-        signal.getsignal(number) is handle for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
-    ]
+    handlers = [signal.getsignal(number) is handle for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)]
     signal.signal(signal.SIGHUP, former)
     if rank == 0:
         found = changed(before, begun), changed(before, state()), handlers

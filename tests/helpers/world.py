@@ -133,9 +133,7 @@ class World:
         if all(good for good, _ in answers.values()) and len(answers) == self.size:
             return [pickle.loads(answers[rank][1]) for rank in range(self.size)]
         report = self.kill()
-        problems = [
-            f"rank {rank} raised\n{text}" for rank, (good, text) in sorted(answers.items()) if not good
-        ]
+        problems = [f"rank {rank} raised\n{text}" for rank, (good, text) in sorted(answers.items()) if not good]
         silent = sorted(set(range(self.size)) - answers.keys())
         if silent:
             problems += [f"ranks {silent} did not answer", report]
@@ -189,11 +187,7 @@ class World:
             self._meet(listener)
 
     def _clean_environment(self) -> dict[str, str]:
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("DUALDIST_", "HOROVOD_"))
-        }
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("DUALDIST_", "HOROVOD_"))}
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         return kept | {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),

@@ -175,9 +175,7 @@ def test_the_wheel_has_the_files_of_the_package_and_nothing_else(installed: Inst
     assert {"dualdist/py.typed", "dualdist/horovod/install.sh"} <= names
 
 
-def test_the_installed_package_is_the_wheel_and_knows_its_version(
-    installed: Installed, tmp_path: Path
-) -> None:
+def test_the_installed_package_is_the_wheel_and_knows_its_version(installed: Installed, tmp_path: Path) -> None:
     show = "import importlib.metadata as m; print(dualdist.__file__, dualdist.__version__, m.version('dualdist'))"
     code, output = installed.run("python", "-c", f"import dualdist; {show}", folder=tmp_path)
     file, *versions = output.split()

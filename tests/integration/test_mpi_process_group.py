@@ -101,9 +101,7 @@ def test_tensors_of_members_may_differ_in_size(largest: int) -> None:
         out = torch.cat([torch.full((count, 3), 10.0 * rank + k) for k, count in enumerate(sent)])
         into = torch.zeros(sum(5 * (k + rank) for k in range(size)), 3)
         dist.all_to_all_single(into, out, [5 * (k + rank) for k in range(size)], sent)
-        assert torch.equal(
-            into, torch.cat([torch.full((5 * (k + rank), 3), 10.0 * k + rank) for k in range(size)])
-        )
+        assert torch.equal(into, torch.cat([torch.full((5 * (k + rank), 3), 10.0 * k + rank) for k in range(size)]))
 
 
 @everywhere
@@ -178,9 +176,7 @@ def test_messages_match_by_tag_and_report_their_source(largest: int) -> None:
 def test_a_message_of_another_size_is_an_error() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     work = dist.isend(torch.ones(4), (rank + 1) % size)
-    with pytest.raises(
-        RuntimeError, match=f"MPI: recv from {(rank - 1) % size} failed on rank {rank} of {size}"
-    ):
+    with pytest.raises(RuntimeError, match=f"MPI: recv from {(rank - 1) % size} failed on rank {rank} of {size}"):
         dist.recv(torch.zeros(2), (rank - 1) % size)
     assert work is not None
     work.wait()

@@ -43,9 +43,7 @@ TIMEOUT_SECONDS = 60
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="*", help="names of tests; all if none is named")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--own", action="store_true", help="run torch's own class; compare only with --mpi")
@@ -157,9 +155,7 @@ def imported_suite() -> Any:
 def names_of_tests(case: type[unittest.TestCase], only_ddp: bool) -> list[str]:
     """Return the names of torch's tests in `case`: all, or those that use DistributedDataParallel."""
     tests = {name: getattr(case, name) for name in dir(case) if name.startswith("test_")}
-    return [
-        name for name, test in tests.items() if callable(test) and (not only_ddp or is_about_ddp(name, test))
-    ]
+    return [name for name, test in tests.items() if callable(test) and (not only_ddp or is_about_ddp(name, test))]
 
 
 def is_about_ddp(name: str, test: Any) -> bool:
@@ -184,9 +180,7 @@ def forked_case(distributed_test: Any, own: bool) -> type[unittest.TestCase]:
                 if not own:
                     import dualdist as hvd
 
-                    hvd.init(
-                        init_method="file:///unused", rank=self.rank, world_size=int(os.environ["WORLD_SIZE"])
-                    )
+                    hvd.init(init_method="file:///unused", rank=self.rank, world_size=int(os.environ["WORLD_SIZE"]))
                 substitute(distributed_test, own)
             except Exception:
                 parent_pipe.send(traceback.format_exc())
@@ -215,9 +209,7 @@ def substitute(distributed_test: Any, own: bool) -> None:
 def on_cpu(base: Any) -> Any:
     """Return the constructor of `base` without the devices."""
 
-    def __init__(
-        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **options: Any
-    ) -> None:
+    def __init__(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **options: Any) -> None:
         base.__init__(self, module, **options)
 
     return __init__
@@ -230,11 +222,7 @@ def outcome(result: unittest.TestResult) -> str:
     problems = [*result.errors, *result.failures]
     if not problems:
         return "passed"
-    lines = [
-        line
-        for line in problems[0][1].splitlines()
-        if re.match(r"\w+(\.\w+)*(Error|Exception|Failed)\b", line)
-    ]
+    lines = [line for line in problems[0][1].splitlines() if re.match(r"\w+(\.\w+)*(Error|Exception|Failed)\b", line)]
     return (lines or ["failed"])[-1][:200]
 
 

@@ -121,9 +121,7 @@ def preempt(
 
 @pytest.mark.only_ci(where=lambda name: name in ("horovodrun", "mpirun"))
 @pytest.mark.parametrize("name", ["python", "torchrun", "horovodrun", "mpirun"])
-def test_a_signal_to_all_processes_of_a_job_saves_it_though_workers_load_data(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_signal_to_all_processes_of_a_job_saves_it_though_workers_load_data(name: str, tmp_path: Path) -> None:
     launcher = LAUNCHERS[name]
     need_modules(*launcher.modules)
     code = preempt(launcher.command, launcher.environment, tmp_path, signal.SIGTERM)
@@ -141,17 +139,13 @@ def test_dualdist_run_that_is_signalled_ends_with_the_code_of_the_saved_run(
 
 @pytest.mark.only_ci
 @pytest.mark.parametrize(("number", "to"), [(signal.SIGTERM, OTHERS), (signal.SIGUSR1, LAUNCHER)])
-def test_a_signal_to_a_step_of_slurm_saves_it(
-    number: signal.Signals, to: str, slurm: Slurm, tmp_path: Path
-) -> None:
+def test_a_signal_to_a_step_of_slurm_saves_it(number: signal.Signals, to: str, slurm: Slurm, tmp_path: Path) -> None:
     assert preempt(SRUN, slurm.environment, tmp_path, number, to=to) == 75
 
 
 @pytest.mark.only_ci
 @pytest.mark.parametrize("launcher", ["srun", pytest.param("dualdist run", marks=pytest.mark.only_all)])
-def test_a_preempted_job_of_slurm_is_requeued_and_resumes(
-    launcher: str, slurm: Slurm, tmp_path: Path
-) -> None:
+def test_a_preempted_job_of_slurm_is_requeued_and_resumes(launcher: str, slurm: Slurm, tmp_path: Path) -> None:
     """The script signals the step as `sbatch --signal=USR1@90` does before the time limit."""
     step = ("srun", "-n", "1", *DUALDIST_RUN) if launcher == "dualdist run" else SRUN
     training = shlex.join(forked([*step, *TRAINING]))

@@ -63,9 +63,7 @@ def check(folder: Path, places: Sequence[tuple[int, ...]], options: list[str], r
 
 @pytest.mark.only_ci(where=lambda name: name == "torchrun-horovod" or "mpirun" in name)
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_script_runs_as_under_horovod_makes_a_group_of_torch_and_ends_quietly(
-    name: str, tmp_path: Path
-) -> None:
+def test_script_runs_as_under_horovod_makes_a_group_of_torch_and_ends_quietly(name: str, tmp_path: Path) -> None:
     options = ["--worker", "2"] if name == "torchrun" else ["--option", "2"]
     ended = launch(name, "-m", "dualdist.compat", SCRIPT, str(tmp_path), *options)
     assert (ended.code, ended.output) == (0, "")

@@ -97,27 +97,21 @@ def slowed(host: Host, rate: float = SLOW_RATE) -> Iterator[None]:
 def other_numpy(tmp_path: Path) -> str:
     """Return a folder with the metadata of another version of numpy."""
     (tmp_path / "numpy-0.0.1.dist-info").mkdir()
-    (tmp_path / "numpy-0.0.1.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: numpy\nVersion: 0.0.1\n"
-    )
+    (tmp_path / "numpy-0.0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 0.0.1\n")
     return str(tmp_path)
 
 
 @pytest.mark.only_ci
 @pytest.mark.only_all(where=lambda launcher: launcher in ("srun", "dualdist run"))
 @pytest.mark.parametrize("launcher", COMMANDS)
-def test_a_slow_link_another_version_and_a_wrong_clock_are_named(
-    launcher: str, hosts: Hosts, other_numpy: str
-) -> None:
+def test_a_slow_link_another_version_and_a_wrong_clock_are_named(launcher: str, hosts: Hosts, other_numpy: str) -> None:
     need_programs("tc")
     with slowed(hosts.network.hosts[1]):
         codes, output = on_hosts(hosts, launcher, {"host": "beta", "clock": 90, "path": other_numpy})
     assert 0 not in codes
     wrong = [line for line in output.splitlines() if line.startswith("WRONG: ")]
     assert len(wrong) == 3
-    assert re.search(
-        r"numpy must be .* but is 0\.0\.1 on beta \(rank 2\) and [1-9]\S+ on the others", wrong[0]
-    )
+    assert re.search(r"numpy must be .* but is 0\.0\.1 on beta \(rank 2\) and [1-9]\S+ on the others", wrong[0])
     assert re.search(r"The clock of beta is (89\.9|90\.\d) s ahead of that of alpha\.", wrong[1])
     slow = re.search(r"The link from beta to alpha \(net0 to net0\) is slow: (\S+) MB/s", wrong[2])
     assert slow is not None and 0 < float(slow[1]) < SLOW_RATE + BURST / 0.1

@@ -93,9 +93,7 @@ def test_horovodrun_survives_a_kill_and_changes_of_hosts(
 
 @pytest.mark.only_ci
 @long
-def test_all_survivors_of_a_kill_join_the_next_world_of_horovodrun(
-    tmp_path: Path, undisturbed: float
-) -> None:
+def test_all_survivors_of_a_kill_join_the_next_world_of_horovodrun(tmp_path: Path, undisturbed: float) -> None:
     need_modules("horovod.torch")
     # With four ranks, some wait in Horovod for others than the killed one, until Gloo's timeout.
     events = ("10:add:localhost:1,127.0.0.1:1,127.0.1:1,127.1:1", "20:kill")
@@ -109,16 +107,12 @@ def test_a_backend_that_cannot_follow_horovodrun_is_refused(tmp_path: Path) -> N
     need_modules("horovod.torch")
     ended = finish(horovodrun(tmp_path, 1, EXAMPLE), {"DUALDIST_BACKEND": "torch"})
     assert ended.code != 0
-    assert (
-        "Elastic training under horovodrun must run on backend 'horovod', but runs on 'torch'" in ended.output
-    )
+    assert "Elastic training under horovodrun must run on backend 'horovod', but runs on 'torch'" in ended.output
 
 
 @pytest.mark.only_ci
 @long
-def test_torchrun_with_two_agents_survives_a_kill_and_changes_of_hosts(
-    tmp_path: Path, undisturbed: float
-) -> None:
+def test_torchrun_with_two_agents_survives_a_kill_and_changes_of_hosts(tmp_path: Path, undisturbed: float) -> None:
     os.mkfifo(tmp_path / "start")
     meeting = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     options = f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-id job --rdzv-conf {QUICK}"

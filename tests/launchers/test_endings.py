@@ -226,9 +226,7 @@ def test_init_method_joins_processes_without_a_launcher(script: Script, tmp_path
 
 
 @pytest.mark.only_all
-def test_ranks_end_without_a_crash_while_one_keeps_the_error_of_its_hook(
-    script: Script, tmp_path: Path
-) -> None:
+def test_ranks_end_without_a_crash_while_one_keeps_the_error_of_its_hook(script: Script, tmp_path: Path) -> None:
     """The collective of the other rank fails only when that rank ends, since the error keeps its process group.
 
     The ranks are not forks: a fork skips the end of the interpreter, in which C++ would abort.

@@ -184,9 +184,7 @@ for name in ("matplotlib", "sklearn", "tensorboard", "torchvision", "tqdm"):
 
 
 def test_help_needs_no_optional_package(script: Script) -> None:
-    with_options = {
-        file.stem for file in (ROOT / "examples").glob("*.py") if "parse_args()" in file.read_text()
-    }
+    with_options = {file.stem for file in (ROOT / "examples").glob("*.py") if "parse_args()" in file.read_text()}
     assert with_options == set(WITH_OPTIONS)
     path = script(HIDDEN + SCRIPT)
     ended = launch("python", path, json.dumps([f"{name}.py --help" for name in WITH_OPTIONS]))

@@ -143,9 +143,7 @@ def test_processes_that_have_started_mpi_can_meet() -> None:
         ("mpirun", "from dualdist.exec import export_environment as join", 0),
     ],
 )
-def test_a_world_of_mpi4py_that_is_smaller_than_the_launchers_is_named(
-    launcher: str, join: str, count: int
-) -> None:
+def test_a_world_of_mpi4py_that_is_smaller_than_the_launchers_is_named(launcher: str, join: str, count: int) -> None:
     need_modules("mpi4py")
     source = f"from mpi4py import MPI; {join}; join(); join()"
     output = finish([*LAUNCHERS[launcher], sys.executable, "-c", source], forks=False).check()
@@ -213,13 +211,9 @@ for backend in ("torch", "torch", "horovod", "horovod"):
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec", "dualdist exec"])
 def test_init_on_two_hosts_needs_no_mpi4py(network: Network, launcher: str) -> None:
     need_modules("horovod")
-    before = (
-        (*ON_TWO_HOSTS["mpiexec"], *EXEC, "--") if launcher == "dualdist exec" else ON_TWO_HOSTS[launcher]
-    )
+    before = (*ON_TWO_HOSTS["mpiexec"], *EXEC, "--") if launcher == "dualdist exec" else ON_TWO_HOSTS[launcher]
     need_programs(before[0])
-    output = network.finish(
-        *before, sys.executable, "-c", _WITHOUT_MPI4PY, forks=launcher == "mpirun"
-    ).check()
+    output = network.finish(*before, sys.executable, "-c", _WITHOUT_MPI4PY, forks=launcher == "mpirun").check()
     found = sorted(re.findall(r"(?:torch|horovod) \d \d", output))
     assert found == [f"{backend} {size} 6" for backend in ("horovod", "torch") for size in (1, 1, 2, 2, 2, 2)]
 
@@ -246,9 +240,7 @@ os.write(1, f"rank {rank} ended\\n".encode())
 
 
 @pytest.mark.only_ci
-@pytest.mark.parametrize(
-    "before", [(sys.executable,), (*EXEC, "--", sys.executable)], ids=["python", "dualdist exec"]
-)
+@pytest.mark.parametrize("before", [(sys.executable,), (*EXEC, "--", sys.executable)], ids=["python", "dualdist exec"])
 @pytest.mark.parametrize("launcher", ["mpiexec", "mpirun"])
 def test_a_process_may_end_later_than_the_others_of_its_host(
     network: Network, tmp_path: Path, launcher: str, before: tuple[str, ...]
@@ -284,9 +276,7 @@ def test_a_process_that_mpiexec_of_mpich_waits_for_is_an_error(network: Network,
     ended = network.finish(*command, environment={"DUALDIST_START_TIMEOUT_SECONDS": "3"}, forks=False)
     assert ended.code != 0
     # The first rank to give up ends the job.
-    assert re.search(
-        r"Rank [01] waited 3 s for the other processes, of which some did not arrive\.", ended.output
-    )
+    assert re.search(r"Rank [01] waited 3 s for the other processes, of which some did not arrive\.", ended.output)
 
 
 _CONNECTIONS = """
@@ -319,9 +309,7 @@ def test_programs_meet_in_turn_in_a_step_of_slurm(slurm: Slurm, kind: str) -> No
 
 @pytest.mark.only_ci
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec"])
-def test_programs_meet_in_turn_in_one_place_of_a_job_and_inside_each_other(
-    network: Network, launcher: str
-) -> None:
+def test_programs_meet_in_turn_in_one_place_of_a_job_and_inside_each_other(network: Network, launcher: str) -> None:
     start = ON_TWO_HOSTS[launcher]
     need_programs(start[0])
     command = (*start, *_TWICE, *EXEC, "--", *_TWICE, *EXEC, "--", *_SHOWS)
@@ -329,9 +317,7 @@ def test_programs_meet_in_turn_in_one_place_of_a_job_and_inside_each_other(
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("mpiexec of MPICH", marks=pytest.mark.only_ci)])
-def test_processes_of_a_host_meet_whose_temporary_folders_are_their_own(
-    launcher: str, tmp_path: Path
-) -> None:
+def test_processes_of_a_host_meet_whose_temporary_folders_are_their_own(launcher: str, tmp_path: Path) -> None:
     need_programs(*LAUNCHERS[launcher][:1])
     alone = ("sh", "-c", f'TMPDIR=$(mktemp -d {tmp_path}/XXXXXX) exec "$@"', "sh")
     command = (*LAUNCHERS[launcher], *alone, *EXEC, "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
@@ -416,9 +402,7 @@ def test_a_horovod_script_runs_with_compat(script: Script) -> None:
 
 @pytest.mark.only_ci
 @pytest.mark.parametrize(("launcher", "before"), [("mpirun", EXEC), ("PALS' variables", (sys.executable,))])
-def test_a_trainer_of_lightning_joins_all_processes(
-    launcher: str, before: tuple[str, ...], script: Script
-) -> None:
+def test_a_trainer_of_lightning_joins_all_processes(launcher: str, before: tuple[str, ...], script: Script) -> None:
     need_modules("lightning")
     need_programs(*LAUNCHERS[launcher][:1])
     path = script(

@@ -27,9 +27,7 @@ def results(work: Callable[[], T], backend: str) -> list[T]:
 @pytest.mark.only_all(where=lambda package: package in ("fabric", "ignite"))
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("package", ["accelerate", "fabric", "lightning", "ignite"])
-def test_a_framework_trains_a_bare_and_a_wrapped_model_and_with_our_optimizer(
-    package: str, backend: str
-) -> None:
+def test_a_framework_trains_a_bare_and_a_wrapped_model_and_with_our_optimizer(package: str, backend: str) -> None:
     need_modules("lightning" if package == "fabric" else package)
     expected = pytest.approx(frameworks.alone(), rel=1e-9, abs=1e-12)
     for found in results(getattr(frameworks, f"with_{package}"), backend):

@@ -111,7 +111,5 @@ def test_a_source_that_is_not_of_horovod_is_an_error_before_the_build(tmp_path: 
         check=False,
     )
     assert ended.returncode == 1, ended.stdout
-    assert (
-        f"HOROVOD_SOURCE={source} is not the source distribution of Horovod 0.28.1; set it to" in ended.stderr
-    )
+    assert f"HOROVOD_SOURCE={source} is not the source distribution of Horovod 0.28.1; set it to" in ended.stderr
     assert "/nonexistent/python" not in ended.stderr

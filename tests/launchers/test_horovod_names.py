@@ -92,9 +92,6 @@ def test_a_name_that_does_not_exist_says_what_to_use(run: Run, script: Script) -
     )
     ended = run("-np", "1", sys.executable, "-m", "dualdist.compat", path)
     lines = ended.written(0).decode().splitlines()
-    assert (
-        "has no 'nothing' under dualdist.compat" in lines[0]
-        and "public function of horovod.torch" in lines[0]
-    )
+    assert "has no 'nothing' under dualdist.compat" in lines[0] and "public function of horovod.torch" in lines[0]
     assert "horovod.spark" in lines[1] and "dualdist.run" in lines[1]
     assert lines[2:] == ["Horovod has not been initialized; use hvd.init().", "False True"]

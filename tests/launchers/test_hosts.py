@@ -49,9 +49,7 @@ COMMANDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "torchrun": (_torchrun(0, 2), _torchrun(1, 1)),
     **{f"mpirun {number}": ((*mpirun(HOSTS), *PROGRAM),) for number in (1, 2, 3, 4)},
     "srun's variables": (_step(0, "0 1"), _step(1, "2")),
-    "horovodrun": (
-        (f"{BIN}/horovodrun", "--gloo", "-H", HOSTS, "-np", "3", "--network-interfaces", "net0", *PROGRAM),
-    ),
+    "horovodrun": ((f"{BIN}/horovodrun", "--gloo", "-H", HOSTS, "-np", "3", "--network-interfaces", "net0", *PROGRAM),),
     "dualdist run": ((PROGRAM[0], "-m", "dualdist", "run", "-H", HOSTS, "-np", "3", *PROGRAM),),
 }
 """The commands to run on the hosts, in their order."""
@@ -124,9 +122,7 @@ def test_launchers_join_two_uneven_hosts(reports: tuple[list[Report], str], case
 
 @pytest.mark.only_ci
 @pytest.mark.parametrize("case", CUT, ids=" with ".join)
-def test_a_cut_link_ends_every_process_with_an_error(
-    reports: tuple[list[Report], str], case: tuple[str, str]
-) -> None:
+def test_a_cut_link_ends_every_process_with_an_error(reports: tuple[list[Report], str], case: tuple[str, str]) -> None:
     ranks, output = reports
     assert [one.get("rank") for one in ranks] == [0, 1, 2], output
     for one in ranks:

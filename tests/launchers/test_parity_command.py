@@ -106,9 +106,7 @@ def test_buffers_that_ddp_does_not_broadcast_are_named(record: Callable[[str], P
 
 @pytest.mark.only_ci
 @pytest.mark.parametrize("fault", ["threads", "order"])
-def test_rounding_is_no_difference_and_has_no_cause(
-    fault: str, record: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_rounding_is_no_difference_and_has_no_cause(fault: str, record: Callable[[str], Path], tmp_path: Path) -> None:
     cell = f"{TORCHRUN},FAULT={fault}"
     result = compared(tmp_path, "--against", record("dualdist"), "--right", cell, SCRIPT, "dualdist")
     assert result["equal"] and result["cause"] is None
@@ -140,9 +138,7 @@ def test_the_same_script_is_equal_bit_for_bit(
 @pytest.mark.only_ci
 @pytest.mark.parametrize("cell", [TORCHRUN, "horovod+gloo@horovodrun", "torch+mpi@mpirun"])
 def test_three_ranks_with_a_grad_scaler_skip_the_same_step_and_are_equal(cell: str, tmp_path: Path) -> None:
-    need_modules(
-        *(module for word, module in {"+mpi": "mpi4py", "horovod": "horovod"}.items() if word in cell)
-    )
+    need_modules(*(module for word, module in {"+mpi": "mpi4py", "horovod": "horovod"}.items() if word in cell))
     cells = ("--left", f"{TORCHRUN},FAULT=overflow", "--right", f"{cell},FAULT=overflow")
     result = compared(tmp_path, "-np", "3", *cells, SCRIPT, "scaled")
     text = "On both sides, losses or gradients are infinite or NaN"
@@ -161,8 +157,7 @@ def test_other_collectives_of_the_script_are_named(record: Callable[[str], Path]
             f"The script's collectives differ first in step {FAULTY_STEP}, rank 0, call 0: {function}("
         )
         assert (
-            "float32[1]" in note.partition(" on the left, ")[0]
-            and "float32[2]" in note.partition(" on the left, ")[2]
+            "float32[1]" in note.partition(" on the left, ")[0] and "float32[2]" in note.partition(" on the left, ")[2]
         )
 
 
@@ -178,9 +173,7 @@ def test_the_reduced_gradient_is_the_mean_of_what_the_ranks_recorded_as_their_ow
     assert (len(own), len(reduced)) == (len(ranks) * parity_script.PASSES, len(ranks))
     for name, applied in reduced[0].items():
         sketches = zip(*(values[name][2] for values in own), strict=True)
-        assert applied[2] == pytest.approx(
-            [sum(parts) / len(ranks) for parts in sketches], rel=1e-4, abs=1e-7
-        )
+        assert applied[2] == pytest.approx([sum(parts) / len(ranks) for parts in sketches], rel=1e-4, abs=1e-7)
         assert own[0][name][0] != own[parity_script.PASSES][name][0]  # of the first pass of two ranks
 
 
@@ -255,30 +248,22 @@ def of_hanging_cells(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Fu
 
     def ended(hanging: str, folder: Path) -> tuple[Path, Ended]:
         (folder / "script.py").write_text(HANGS)
-        (folder / "horovodrun").write_text(
-            f'#!/bin/sh\nexec {shlex.join(forked([f"{BIN}/horovodrun"]))} "$@"\n'
-        )
+        (folder / "horovodrun").write_text(f'#!/bin/sh\nexec {shlex.join(forked([f"{BIN}/horovodrun"]))} "$@"\n')
         (folder / "horovodrun").chmod(0o755)
         path = {"PATH": os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])}
         command = (sys.executable, "-c", WHEN_BOTH_HANG, sys.executable, "parity", "--left", hanging)
-        return folder, finish(
-            (*command, "--timeout", str(TIMEOUT), f"{folder}/script.py"), path, folder=folder
-        )
+        return folder, finish((*command, "--timeout", str(TIMEOUT), f"{folder}/script.py"), path, folder=folder)
 
     with started_at_once(request, "hanging", ended, 4) as futures:
         yield futures
 
 
 @pytest.mark.only_ci
-@pytest.mark.parametrize(
-    "hanging", [TORCHRUN, "horovod+gloo@horovodrun", "torch+mpi@mpirun", "torch+gloo@run"]
-)
+@pytest.mark.parametrize("hanging", [TORCHRUN, "horovod+gloo@horovodrun", "torch+mpi@mpirun", "torch+gloo@run"])
 def test_a_cell_that_hangs_is_ended_and_the_line_of_each_rank_shown(
     hanging: str, of_hanging_cells: Mapping[str, Future[tuple[Path, Ended]]]
 ) -> None:
-    need_modules(
-        *(module for word, module in {"+mpi": "mpi4py", "horovod": "horovod"}.items() if word in hanging)
-    )
+    need_modules(*(module for word, module in {"+mpi": "mpi4py", "horovod": "horovod"}.items() if word in hanging))
     folder, ended = of_hanging_cells[hanging].result()
     assert ended.code == 2, ended.output
     assert ended.output.splitlines()[1:] == [

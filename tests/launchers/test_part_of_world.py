@@ -46,9 +46,7 @@ def test_the_error_for_a_transport_in_place_of_a_communicator_names_its_argument
 def test_ranks_outside_the_list_and_launchers_without_mpi_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(
-        ConfigurationError, match=r"`comm` must name this process, rank 1 of 4, but is \[0, 2\]"
-    ):
+    with pytest.raises(ConfigurationError, match=r"`comm` must name this process, rank 1 of 4, but is \[0, 2\]"):
         hvd.init(comm=[0, 2])
     with pytest.raises(ConfigurationError, match=r"`comm` must name all 4 ranks.*mpirun.*process_sets"):
         hvd.init(comm=iter([1, 2]))

@@ -237,9 +237,7 @@ def test_the_first_failure_ends_every_process_on_every_host(run: Run, families: 
 
 
 @pytest.mark.usefixtures("hosts")
-def test_the_hosts_of_an_allocation_are_used(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hosts_of_an_allocation_are_used(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "nodes"
     file.write_text("hostA\nhostB\nhostB\n")
     monkeypatch.setenv("PBS_NODEFILE", str(file))
@@ -279,9 +277,7 @@ def test_names_and_values_arrive_unchanged_and_the_secret_is_on_no_command_line(
 
 
 @pytest.mark.usefixtures("hosts")
-@pytest.mark.parametrize(
-    ("host", "words"), [("closed", "the gate is shut"), ("silent", "silent"), ("nobody", "ssh")]
-)
+@pytest.mark.parametrize(("host", "words"), [("closed", "the gate is shut"), ("silent", "silent"), ("nobody", "ssh")])
 def test_the_error_names_a_host_that_cannot_be_reached(host: str, words: str, run: Run) -> None:
     limit = ("--start-timeout", "2") if host == "silent" else ()  # the others end by themselves
     ended = run("-H", f"hostA:1,{host}:1", *limit, "sleep", "1000")
@@ -308,9 +304,7 @@ def test_what_answers_in_place_of_ssh_is_ended(
 
 
 @pytest.mark.usefixtures("hosts")
-def test_a_lost_connection_ends_the_job_and_the_processes_of_the_lost_host(
-    run: Run, families: Families
-) -> None:
+def test_a_lost_connection_ends_the_job_and_the_processes_of_the_lost_host(run: Run, families: Families) -> None:
     source = FAMILY + (
         "def parent(pid): return int(open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1])\n"
         "if os.environ['DUALDIST_RANK'] == '1': os.kill(parent(parent(os.getppid())), 9)\n"
@@ -374,9 +368,7 @@ def test_processes_that_fork_for_ever_end_with_the_job(host: str, run: Run) -> N
 
 
 @pytest.mark.usefixtures("hosts")
-def test_a_host_ends_its_processes_when_the_launcher_is_silent(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_ends_its_processes_when_the_launcher_is_silent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_connection, "_SILENCE_SECONDS", 0.1)
     monkeypatch.setattr(agent_connection, "_BEAT_SECONDS", 1000.0)
     assert run("-H", "hostA:1", "sleep", "1000").code != 0

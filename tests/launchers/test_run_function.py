@@ -53,9 +53,7 @@ def test_a_function_of_a_notebook_is_sent_by_value(monkeypatch: pytest.MonkeyPat
 
 def test_a_script_needs_no_main_guard(script: Script) -> None:
     need_modules("cloudpickle")
-    path = script(
-        "import dualdist\ndef work(x):\n    return x + 1\nprint(dualdist.run(work, (1,), num_proc=2))\n"
-    )
+    path = script("import dualdist\ndef work(x):\n    return x + 1\nprint(dualdist.run(work, (1,), num_proc=2))\n")
     ended = finish([sys.executable, path], {"PYTHONPATH": str(ROOT)}, forks=False)
     assert (ended.code, ended.output) == (0, "[2, 2]\n")
 
@@ -101,9 +99,7 @@ def test_deprecated_names_warn_as_in_horovod() -> None:
     with pytest.warns(DeprecationWarning, match="np is deprecated, use num_proc instead"):
         assert len(hvd.run(spawn_functions.describe, (1, b""), np=2)) == 2
     with pytest.warns(DeprecationWarning, match="use network_interfaces instead"):
-        assert hvd.run(spawn_functions.environment, ("DUALDIST_INTERFACE",), network_interface="lo,eth7") == [
-            "lo,eth7"
-        ]
+        assert hvd.run(spawn_functions.environment, ("DUALDIST_INTERFACE",), network_interface="lo,eth7") == ["lo,eth7"]
 
 
 @pytest.mark.parametrize(

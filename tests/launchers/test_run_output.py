@@ -24,9 +24,7 @@ from dualdist.processes.output import CUT, LONGEST_LINE, Output, Sink
 from ..helpers.run_command import FAMILY, STUBBORN, Families, Run, python
 from ..helpers.world import ROOT
 
-ENDLESS = (
-    STUBBORN + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: os.write(1, b'x' * 99 + b'\\n')"
-)
+ENDLESS = STUBBORN + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: os.write(1, b'x' * 99 + b'\\n')"
 HERE, OVER_SSH = ("-np", "1"), ("-H", "hostA:1")
 
 
@@ -66,9 +64,7 @@ def test_closing_waits_until_everything_is_written() -> None:
 
 @pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize("where", [HERE, OVER_SSH], ids=["here", "ssh"])
-def test_a_signal_ends_the_job_while_nobody_reads_its_output(
-    where: tuple[str, str], families: Families
-) -> None:
+def test_a_signal_ends_the_job_while_nobody_reads_its_output(where: tuple[str, str], families: Families) -> None:
     with started(*where, *python(ENDLESS), merged=True) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.read(1)
@@ -80,9 +76,7 @@ def test_a_signal_ends_the_job_while_nobody_reads_its_output(
 
 @pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize("where", [HERE, OVER_SSH], ids=["here", "ssh"])
-def test_two_interrupts_end_the_job_while_nobody_reads_its_output(
-    where: tuple[str, str], families: Families
-) -> None:
+def test_two_interrupts_end_the_job_while_nobody_reads_its_output(where: tuple[str, str], families: Families) -> None:
     with started(*where, *python(ENDLESS)) as launcher:
         assert launcher.stdout is not None and launcher.stderr is not None
         assert launcher.stdout.read(1)
@@ -120,9 +114,7 @@ def test_a_failure_ends_the_others_while_nobody_reads_the_output(
 
 
 def test_a_long_line_takes_little_memory(families: Families) -> None:
-    source = FAMILY + (
-        "for _ in range(200): os.write(1, b'x' * 1000000)\nprint('\\nwritten')\nsignal.pause()\n"
-    )
+    source = FAMILY + ("for _ in range(200): os.write(1, b'x' * 1000000)\nprint('\\nwritten')\nsignal.pause()\n")
     with started("-np", "1", *python(source)) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline().endswith(b"up\n")
@@ -133,9 +125,7 @@ def test_a_long_line_takes_little_memory(families: Families) -> None:
         assert peak_memory(launcher.pid) - before < 50e6
 
 
-def test_a_long_line_is_cut_into_marked_pieces(
-    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
+def test_a_long_line_is_cut_into_marked_pieces(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     draw, limit, prefix = random.Random(1), LONGEST_LINE, b"[1,0]<stdout>:"
     long, exact = draw.randbytes(5 * limit // 4).hex().encode(), b"x" * limit
     text = b"a\n" + long + b"\r\n" + exact + b"\n\nend"

@@ -58,9 +58,7 @@ def test_a_sharded_model_has_the_weights_of_one_process(kind: str, ranks: World)
 
 
 @pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.only_all), True])
-def test_a_run_resumes_on_another_number_of_ranks_and_another_mesh(
-    asynchronous: bool, tmp_path: Path
-) -> None:
+def test_a_run_resumes_on_another_number_of_ranks_and_another_mesh(asynchronous: bool, tmp_path: Path) -> None:
     """Steps 0 to 2 on two ranks, to 4 on three, to 6 on four with shards on pairs, and to 8 on one."""
     for number, size in enumerate((2, 3, 4, 1), 1):
         arguments = (str(tmp_path), 2 * number, asynchronous)
@@ -73,9 +71,7 @@ def test_a_run_resumes_on_another_number_of_ranks_and_another_mesh(
 def test_another_package_loads_our_checkpoint_and_we_theirs(package: str, tmp_path: Path) -> None:
     need_modules("lightning" if package == "fabric" else package)
     work = getattr(foreign_checkpoints, f"of_{package}")
-    for mine, theirs, ours in dualdist.spawn(
-        work, (str(tmp_path),), nprocs=2, backend="torch", timeout=SECONDS
-    ):
+    for mine, theirs, ours in dualdist.spawn(work, (str(tmp_path),), nprocs=2, backend="torch", timeout=SECONDS):
         assert theirs == mine
         assert ours == mine
 

@@ -33,9 +33,7 @@ def test_every_backend_joins_the_processes_to_one_world(backend: str) -> None:
 
 def test_results_are_in_rank_order_whatever_their_size() -> None:
     text = b"\xff" * 3_000_000
-    assert hvd.spawn(spawn_functions.describe, (10, text), 3) == [
-        (rank, 3, rank * 10, text) for rank in range(3)
-    ]
+    assert hvd.spawn(spawn_functions.describe, (10, text), 3) == [(rank, 3, rank * 10, text) for rank in range(3)]
 
 
 def test_the_default_is_one_process_per_gpu_or_a_single_one() -> None:
@@ -92,9 +90,7 @@ def test_an_exception_that_cannot_be_pickled_is_reported_as_text() -> None:
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
-    with pytest.raises(
-        TypeError, match="must return an object that can be pickled, but returned a lock instead"
-    ):
+    with pytest.raises(TypeError, match="must return an object that can be pickled, but returned a lock instead"):
         hvd.spawn(spawn_functions.return_unsendable, nprocs=1)
 
 

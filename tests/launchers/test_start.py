@@ -149,9 +149,7 @@ def test_a_server_that_is_stopped_ends_the_start() -> None:
 
 
 def test_a_host_without_an_address_is_named() -> None:
-    script = (
-        "import dualdist\ndualdist.init(init_method='tcp://no-such-host.invalid:1', rank=1, world_size=2)"
-    )
+    script = "import dualdist\ndualdist.init(init_method='tcp://no-such-host.invalid:1', rank=1, world_size=2)"
     ended = finish([sys.executable, "-c", script], {START_TIMEOUT: "2"}, seconds=MANY_SECONDS)
     assert "the host 'no-such-host.invalid' has no address" in ended.output
 
@@ -241,9 +239,7 @@ finally:
 
 
 @pytest.mark.parametrize(("event", "code"), [("death", 0), ("exit", 7)])
-def test_a_start_of_horovod_that_fails_on_rank_0_does_not_abort_it(
-    event: str, code: int, tmp_path: Path
-) -> None:
+def test_a_start_of_horovod_that_fails_on_rank_0_does_not_abort_it(event: str, code: int, tmp_path: Path) -> None:
     need_modules("horovod.torch")
     command = [sys.executable, "-c", HOROVODS, f"file://{tmp_path}/meeting", event]
     environment = {START_TIMEOUT: str(MANY_SECONDS)}

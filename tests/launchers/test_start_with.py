@@ -88,9 +88,7 @@ def test_srun_reaches_the_nodes_of_the_allocation(slurm: Slurm, command: tuple[s
     ).check()
     assert "dualdist run: the hosts are node1:2,node2:2, from SLURM_JOB_NODELIST." in output
     lines = sorted(line for line in output.splitlines() if line.startswith("[1,") and " of " in line)
-    assert [" ".join(line.split(" ")[:3]) for line in lines] == [
-        f"[1,{r}]<stdout>:{r} of 4" for r in range(4)
-    ]
+    assert [" ".join(line.split(" ")[:3]) for line in lines] == [f"[1,{r}]<stdout>:{r} of 4" for r in range(4)]
 
 
 def _pbsdsh(folder: Path) -> Mapping[str, str]:

@@ -47,9 +47,7 @@ def test_every_launcher_trains_the_same_model(trained: dict[str, dict[str, Any]]
 
 @pytest.mark.only_ci
 def test_metrics_say_what_ran(trained: dict[str, dict[str, Any]]) -> None:
-    said = {
-        name: (m["backend"], m["transport"], m["launcher"], m["world_size"]) for name, m in trained.items()
-    }
+    said = {name: (m["backend"], m["transport"], m["launcher"], m["world_size"]) for name, m in trained.items()}
     assert said == {
         "python": ("local", "local", "python", 1),
         "torchrun": ("torch", "gloo", "torchrun", 2),
@@ -80,8 +78,7 @@ WRONG = {
 
 def test_a_wrong_option_ends_with_one_line_that_names_it(script: Script) -> None:
     path = script(
-        "import sys\nsys.stderr = type('', (), {'__getattr__': lambda _, name: getattr(sys.stdout, name)})()\n"
-        + SCRIPT
+        "import sys\nsys.stderr = type('', (), {'__getattr__': lambda _, name: getattr(sys.stdout, name)})()\n" + SCRIPT
     )
     ended = launch("python", path, json.dumps([f"train.py {options}" for options in WRONG.values()]))
     told = [json.loads(line) for line in ended.output.splitlines()]

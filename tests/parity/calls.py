@@ -41,9 +41,7 @@ def cases() -> st.SearchStrategy[Case]:
     form = st.sampled_from(["", "_", "_async", "_async_"])
     out_of_place = st.sampled_from(["", "_async"])
 
-    def of(
-        kinds: list[str], forms: Any, dtypes: tuple[str, ...], ops: tuple[str, ...] = OPS, dims: int = 0
-    ) -> Any:
+    def of(kinds: list[str], forms: Any, dtypes: tuple[str, ...], ops: tuple[str, ...] = OPS, dims: int = 0) -> Any:
         shape = st.lists(st.integers(0, 4), min_size=dims, max_size=3).map(tuple)
         return st.builds(
             Case,
@@ -100,10 +98,7 @@ def outcome(hvd: Any, case: Case, name: str) -> tuple[Any, list[torch.Tensor]]:
     kept = [now.equal(then) or bool(now.isnan().any()) for now, then in zip(tensors, before, strict=True)]
     facts = (
         type(result).__name__,
-        [
-            (output.dtype, tuple(output.shape), any(output is tensor for tensor in tensors))
-            for output in outputs
-        ],
+        [(output.dtype, tuple(output.shape), any(output is tensor for tensor in tensors)) for output in outputs],
         None if case.form.endswith("_") else kept,
     )
     return facts, outputs
@@ -132,9 +127,7 @@ def call(hvd: Any, case: Case, tensors: list[torch.Tensor], name: str) -> Any:
     elif case.kind == "alltoall" and case.shape and case.count > 1:
         rows = case.shape[0]
         splits = [rows // hvd.size()] * hvd.size()
-        result = function(
-            given, splits if case.count == 2 else torch.tensor(splits, dtype=torch.int32), name=name
-        )
+        result = function(given, splits if case.count == 2 else torch.tensor(splits, dtype=torch.int32), name=name)
     else:
         result = function(given, name=name)
     return hvd.synchronize(result) if "async" in case.form else result

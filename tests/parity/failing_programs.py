@@ -27,8 +27,7 @@ def outcome(program: Program) -> tuple[list[dict[int, Partners]], list[bool]] | 
         return None
     ended, finished = first
     partners = [
-        {number: found for number, found in own.items() if found is not None and number != END}
-        for own in ended
+        {number: found for number, found in own.items() if found is not None and number != END} for own in ended
     ]
     return partners, [finished] * len(ended)
 

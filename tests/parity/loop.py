@@ -171,9 +171,7 @@ def _batches(
             if scenario.scaled and number == OVERFLOW_STEP:
                 targets[-1] = torch.inf
             for members in shares:
-                own = [
-                    row for rank in members for row in range(ROWS * rank, ROWS * (rank + 1)) if row < there
-                ]
+                own = [row for rank in members for row in range(ROWS * rank, ROWS * (rank + 1)) if row < there]
                 step.append((inputs[own].to(dtype), targets[own].to(dtype)))
         yield step
 
@@ -263,15 +261,11 @@ def _start_equal(networks: Sequence[nn.Module]) -> None:
 
 
 def _squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (
-        (outputs.float() - targets if outputs.dtype is torch.bfloat16 else outputs - targets).square().sum()
-    )
+    return (outputs.float() - targets if outputs.dtype is torch.bfloat16 else outputs - targets).square().sum()
 
 
 def _network(*first: nn.Module) -> nn.Sequential:
-    return nn.Sequential(
-        *(first or [nn.Linear(FEATURES, 8)]), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
-    )
+    return nn.Sequential(*(first or [nn.Linear(FEATURES, 8)]), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
 class _Sparing(nn.Module):
@@ -312,9 +306,7 @@ SCENARIOS = {
     "sync-batch-norm": Scenario(lambda: [_network(nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8))]),
     "unused": Scenario(lambda: [_Sparing()]),
     "frozen": Scenario(before_step=_thaw),
-    "two-optimizers": Scenario(
-        lambda: [nn.Linear(FEATURES, FEATURES), _network()], (_maker_loss, _judge_loss)
-    ),
+    "two-optimizers": Scenario(lambda: [nn.Linear(FEATURES, FEATURES), _network()], (_maker_loss, _judge_loss)),
     "closure": Scenario(
         lambda: [nn.Linear(FEATURES, 1, bias=False)],
         optimizer=lambda params: torch.optim.LBFGS(params, lr=0.05, max_iter=3, history_size=3),

@@ -68,11 +68,7 @@ class Setup:
         """Return the set-up in readable lines, without what is as usual."""
         usual = ("{}", "1", "1.0", "None", "False", "'none'", "()")
         always = ("seed", "parts", "some_ranks", "equal_start")
-        return [
-            f"{name}: {value}"
-            for name, value in vars(self).items()
-            if name in always or repr(value) not in usual
-        ]
+        return [f"{name}: {value}" for name, value in vars(self).items() if name in always or repr(value) not in usual]
 
 
 def draw_setup(draw: random.Random, seed: int, style: str, size: int) -> Setup:
@@ -116,9 +112,7 @@ def draw_setup(draw: random.Random, seed: int, style: str, size: int) -> Setup:
         parts=parts,
         some_ranks=tuple(rank for rank in range(size) if chance(0.5)),
         sparse=sparse,
-        checkpoint={
-            part: chance(0.5) for part in parts if part in ("conv", "tied", "norm", "some") and chance(0.25)
-        },
+        checkpoint={part: chance(0.5) for part in parts if part in ("conv", "tied", "norm", "some") and chance(0.25)},
         num_models=num_models,
         num_optimizers=2 if num_models == 1 and chance(0.25) else 1,
         optimizer="Adam" if adam else "SGD",
@@ -296,16 +290,12 @@ class Replica:
     def keys_of(setup: Setup) -> list[str]:
         with torch.device("meta"):
             net = Net(setup)
-        return [
-            f"{number}.{name}" for number in range(setup.num_models) for name, _ in net.named_parameters()
-        ]
+        return [f"{number}.{name}" for number in range(setup.num_models) for name, _ in net.named_parameters()]
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
         return {
-            f"{number}.{name}": param
-            for number, net in enumerate(self.nets)
-            for name, param in net.named_parameters()
+            f"{number}.{name}": param for number, net in enumerate(self.nets) for name, param in net.named_parameters()
         }
 
     def shares(self) -> list[list[str]]:
@@ -342,9 +332,7 @@ class Replica:
             keys = self.graph[1]
         else:
             prefixes = tuple(
-                f"{model}.{part}"
-                for model in one.models
-                for part in ("body", "head", *self.used_parts(one, rank))
+                f"{model}.{part}" for model in one.models for part in ("body", "head", *self.used_parts(one, rank))
             )
             keys = frozenset(
                 key

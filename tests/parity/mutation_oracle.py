@@ -66,8 +66,7 @@ class Oracle:
             else self.replicas[0].shares()
         )
         self.units = [
-            Unit(set(share), {rank: Counter() for rank in setup.ranks}, is_first=not is_module)
-            for share in shares
+            Unit(set(share), {rank: Counter() for rank in setup.ranks}, is_first=not is_module) for share in shares
         ]
 
     def perform(self, statement: Statement) -> None:

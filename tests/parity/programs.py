@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 CALL, CALL_AND_WAIT, WAIT, FAIL = "call", "call and wait", "wait", "fail"
 
-KINDS = tuple(
-    "allreduce grouped_allreduce allgather broadcast alltoall reducescatter allgather_object barrier".split()
-)
+KINDS = tuple("allreduce grouped_allreduce allgather broadcast alltoall reducescatter allgather_object barrier".split())
 WITH_JOIN = ("allreduce", "allreduce", "allreduce", "allgather", "broadcast")
 WAITING = ("allgather_object", "barrier")
 """Kinds without an asynchronous form."""
@@ -89,9 +87,7 @@ def programs(draw: st.DrawFn, size: int) -> Program:
 
 
 @st.composite
-def _with_failure(
-    draw: st.DrawFn, ops: list[Op], steps: tuple[tuple[str, int], ...]
-) -> tuple[tuple[str, int], ...]:
+def _with_failure(draw: st.DrawFn, ops: list[Op], steps: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
     """Draw a call of a rank. It has a wrong argument, or an exception in the user's code comes before it."""
     calls = [number for kind, number in steps if kind != WAIT and ops[number].kind != "barrier"]
     if not calls:
@@ -105,9 +101,7 @@ def _with_failure(
 
 
 @st.composite
-def _steps(
-    draw: st.DrawFn, ops: list[Op], rank: int, is_whole: bool, variant: str
-) -> tuple[tuple[str, int], ...]:
+def _steps(draw: st.DrawFn, ops: list[Op], rank: int, is_whole: bool, variant: str) -> tuple[tuple[str, int], ...]:
     order = [number for number in draw(st.permutations(range(len(ops)))) if rank in ops[number].members]
     if variant == "join":
         order = order[draw(st.integers(0, len(order))) :]
@@ -160,9 +154,7 @@ def simulated(program: Program) -> tuple[list[dict[int, Partners]], list[bool]]:
             break
     partners = [
         {
-            number: tuple(
-                own[key] if key in calls else None for own, calls in zip(op_of, called, strict=True)
-            )
+            number: tuple(own[key] if key in calls else None for own, calls in zip(op_of, called, strict=True))
             for number, key in own_keys.items()
             if key in own_calls and ends(key)
         }

@@ -55,9 +55,7 @@ class Outcome:
     """How many statements were drawn."""
 
 
-def perform(
-    seeds: Sequence[int], style: str, folder: str, left_out: frozenset[int] = frozenset()
-) -> list[Outcome]:
+def perform(seeds: Sequence[int], style: str, folder: str, left_out: frozenset[int] = frozenset()) -> list[Outcome]:
     """Run programs on this rank. left_out: the numbers of statements that are not run."""
     import dualdist as hvd
 
@@ -195,7 +193,5 @@ def test_scripts_that_change_gradients_train_as_in_plain_torch(
     runner = Runner(world, style, tmp_path)
     runner.run_all(range(request.config.getoption("--programs")) if seed is None else [seed])
     if runner.failed:
-        counts = [
-            f"{len(seeds)} programs failed, {kind}: seeds {seeds}" for kind, seeds in runner.failed.items()
-        ]
+        counts = [f"{len(seeds)} programs failed, {kind}: seeds {seeds}" for kind, seeds in runner.failed.items()]
         pytest.fail("\n".join([*runner.reports, *counts]), pytrace=False)

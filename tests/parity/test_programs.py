@@ -267,9 +267,7 @@ def check(
         wanted: dict[int, Runs | str] = {
             number: expected(program, found, rank) for number, found in partners[rank].items()
         }
-        wanted |= {
-            number: "TypeError" for kind, number in program.steps[rank] if kind == FAIL and number in own
-        }
+        wanted |= {number: "TypeError" for kind, number in program.steps[rank] if kind == FAIL and number in own}
         if raises:
             wanted = {**dict.fromkeys(own, "error"), **wanted}
         assert own == wanted, f"rank {rank} got {own}, not {wanted}, in {program}"

@@ -51,16 +51,12 @@ def check_bitwise(found: Outcome, first: Outcome) -> None:
     """Check that two backends, or two styles, gave identical numbers: a sum of two numbers has only one order."""
     for ours, theirs in ((found.state, first.state), (found.gradients, first.gradients)):
         different = [
-            name
-            for name, tensor in ours.items()
-            if tensor.numpy().tobytes() != theirs[name].numpy().tobytes()
+            name for name, tensor in ours.items() if tensor.numpy().tobytes() != theirs[name].numpy().tobytes()
         ]
         assert not different
 
 
-def check(
-    found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], bound: dict[str, torch.Tensor]
-) -> None:
+def check(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], bound: dict[str, torch.Tensor]) -> None:
     """Check that numbers differ by rounding at most, and are infinite where expected."""
     assert found.keys() == wanted.keys()
     for name, want in wanted.items():

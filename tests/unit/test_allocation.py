@@ -111,8 +111,6 @@ def test_a_variable_that_cannot_be_read_is_an_error(env: Mapping[str, str]) -> N
 
 def test_lists_of_slurm() -> None:
     assert host_names("n[01-03,10],gpu1,r[1-2]c[3-4]") == "n01 n02 n03 n10 gpu1 r1c3 r1c4 r2c3 r2c4".split()
-    assert (
-        host_names("gpu-[3,5-6]-ib,a-b.example.org") == "gpu-3-ib gpu-5-ib gpu-6-ib a-b.example.org".split()
-    )
+    assert host_names("gpu-[3,5-6]-ib,a-b.example.org") == "gpu-3-ib gpu-5-ib gpu-6-ib a-b.example.org".split()
     assert node_counts("4(x2),3") == [4, 4, 3]
     assert node_counts("four") is None

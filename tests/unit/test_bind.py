@@ -90,9 +90,7 @@ def test_more_processes_than_gpus_that_cuda_would_show_are_an_error(visible: str
         gpus_of(2, {"CUDA_VISIBLE_DEVICES": visible})
 
 
-def test_gpus_of_amd_are_counted_and_selected_in_two_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_of_amd_are_counted_and_selected_in_two_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for node, number in enumerate((0, 0, 51110, 24610, 1533)):  # the first two are CPUs
         (tmp_path / f"{node}").mkdir()
         (tmp_path / f"{node}" / "gpu_id").write_text(f"{number}\n")
@@ -144,9 +142,7 @@ def test_a_process_runs_on_the_cpus_of_the_numa_node_of_its_gpu(
 
 @pytest.mark.usefixtures("cpus")
 def test_what_cannot_be_bound_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"needs the number or UUID of an NVIDIA GPU, but .* has 'MIG-77'"
-    ):
+    with pytest.raises(ConfigurationError, match=r"needs the number or UUID of an NVIDIA GPU, but .* has 'MIG-77'"):
         command._bind("numa", world(1), {"CUDA_VISIBLE_DEVICES": "0,MIG-77"})
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5})
     with pytest.raises(ConfigurationError, match="CPUs of NUMA node 0, beside GPU 1"):

@@ -188,9 +188,7 @@ def test_a_malicious_pickle_with_a_correct_checksum_is_refused(tmp_path: Path) -
 def test_a_failure_of_any_operation_leaves_the_old_or_the_new_file(tmp_path: Path) -> None:
     counting = CountingFileSystem()
     write(path := tmp_path / "a.pt", VALUES, counting)
-    errors = zip(
-        range(1, counting.count + 1), itertools.cycle([errno.ENOSPC, errno.EIO, errno.ESTALE]), strict=False
-    )
+    errors = zip(range(1, counting.count + 1), itertools.cycle([errno.ENOSPC, errno.EIO, errno.ESTALE]), strict=False)
     for place, number in errors:
         write(path, {"weight": torch.zeros(3)})
 

@@ -103,9 +103,7 @@ class Names(list[str]):
     "value", [defaultdict(list), frozenset({1}), Names(), ChainMap({})], ids=lambda v: type(v).__name__
 )
 def test_a_container_that_would_load_as_another_type_is_refused(value: Any) -> None:
-    message = (
-        rf"`state\['a'\]\[1\]\['b'\]` must be a container that loads as .* a {type(value).__name__} instead"
-    )
+    message = rf"`state\['a'\]\[1\]\['b'\]` must be a container that loads as .* a {type(value).__name__} instead"
     with pytest.raises(TypeError, match=message):
         check_state({"a": [0, {"b": value}]})
     with pytest.raises(TypeError, match=r"`state\['a'\]` must be a container .* a frozenset instead"):
@@ -164,9 +162,7 @@ def test_pinned_copies_of_a_state_take_little_more_than_the_state(
     shapes = [(320, 40), *[(40, 40)] * 4, *[(110, 40)] * 3, (40,)] * 20  # as in a language model
     state = {str(place): torch.full(shape, float(place)).t() for place, shape in enumerate(shapes)}
     copy = HostCopy().take(state, "state")
-    assert sum(1 << (length - 1).bit_length() for length in asked) < 1.2 * sum(
-        one.nbytes for one in state.values()
-    )
+    assert sum(1 << (length - 1).bit_length() for length in asked) < 1.2 * sum(one.nbytes for one in state.values())
     torch.save(copy, tmp_path / "copy")
     assert (tmp_path / "copy").stat().st_size < 1.1 * sum(one.nbytes for one in state.values())
     for name, tensor in torch.load(tmp_path / "copy").items():
@@ -202,9 +198,7 @@ def test_weights_load_with_and_without_wrappers(source: str, target: str) -> Non
 
 
 def test_names_stay_when_removing_wrappers_would_make_them_equal() -> None:
-    fitting, misfits = fitting_part(
-        {"a": torch.zeros(1)}, {"module.a": torch.ones(1), "_orig_mod.a": torch.ones(1)}
-    )
+    fitting, misfits = fitting_part({"a": torch.zeros(1)}, {"module.a": torch.ones(1), "_orig_mod.a": torch.ones(1)})
     assert not fitting
     assert misfits == ["1 missing (a)", "2 unexpected (module.a, _orig_mod.a)"]
 
@@ -325,9 +319,7 @@ def draws() -> list[float]:
 
 
 def test_memory_of_a_state_can_be_resized_after_it_was_used() -> None:
-    state = tree_map(
-        lambda value: value.clone() if torch.is_tensor(value) else value, RandomState().state_dict()
-    )
+    state = tree_map(lambda value: value.clone() if torch.is_tensor(value) else value, RandomState().state_dict())
     RandomState().load_state_dict(state)
     RandomState().load_derived([state], 1)
     tensors = [value for value in tree_leaves(state) if torch.is_tensor(value)]

@@ -57,11 +57,7 @@ def test_the_recorded_options_are_those_of_the_installed_horovodrun() -> None:
     source = Path(next(iter(found.submodule_search_locations))) / "runner" / "launch.py"
     recorded = set()
     for node in ast.walk(ast.parse(source.read_text())):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "add_argument"
-        ):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             recorded |= {text.value for text in node.args if isinstance(text, ast.Constant)}
     assert {name for name in recorded if str(name).startswith("-")} == set(HOROVODRUN)
 
@@ -97,9 +93,7 @@ def test_the_error_names_an_unsupported_option(flag: str, capsys: pytest.Capture
         (["--tcp"], {"NCCL_IB_DISABLE": "1"}),
     ],
 )
-def test_settings_become_the_variables_of_the_backend(
-    arguments: list[str], variables: dict[str, str]
-) -> None:
+def test_settings_become_the_variables_of_the_backend(arguments: list[str], variables: dict[str, str]) -> None:
     assert variables_of(parsed(*arguments), "horovod") == (variables, [])
 
 
@@ -108,12 +102,8 @@ def test_settings_of_horovod_are_reported_as_without_effect_on_torch() -> None:
     assert variables_of(args, "torch") == ({"NCCL_IB_DISABLE": "1"}, ["--cycle-time-ms", "--autotune"])
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in TUNING if row.value not in (None, str)], ids=lambda row: row.dest
-)
-def test_the_error_names_the_option_with_a_value_out_of_range(
-    row: Tuning, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("row", [row for row in TUNING if row.value not in (None, str)], ids=lambda row: row.dest)
+def test_the_error_names_the_option_with_a_value_out_of_range(row: Tuning, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-np", "1", "--backend", "horovod", f"{row.flags[0]}=-1", "false"]) == 2
     assert row.flags[0] in capsys.readouterr().err
 
@@ -173,9 +163,7 @@ def test_digits_of_other_scripts_unknown_options_and_abbreviations_are_errors(
 
 
 @pytest.mark.parametrize("words", ["migrate {script}", "migrate --diff {script}", "doctor"])
-def test_an_output_that_cannot_be_written_is_one_line_and_one_without_a_reader_none(
-    words: str, tmp_path: Path
-) -> None:
+def test_an_output_that_cannot_be_written_is_one_line_and_one_without_a_reader_none(words: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import horovod.torch as hvd\n")
     command = [sys.executable, "-m", "dualdist", *words.format(script=script).split()]

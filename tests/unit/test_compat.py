@@ -31,9 +31,7 @@ def test_the_launcher_is_still_detected_beside_the_copies() -> None:
     for env in ({}, MPIRUN):
         exported = dict(env)
         export_launch(exported)
-        add_copies(
-            horovod_variables(World(1, 4, 1, 2, 0, 2)), exported
-        )  # of another world than the launcher's
+        add_copies(horovod_variables(World(1, 4, 1, 2, 0, 2)), exported)  # of another world than the launcher's
         export_launch(exported)
         assert exported["HOROVOD_SIZE"] == ("6" if env else "1") and exported["HOROVOD_HOSTNAME"]
         assert detect(exported) == detect(env)
@@ -132,9 +130,7 @@ def test_an_async_loader_raises_the_exception_of_its_thread_in_every_iteration()
 
 
 def test_versions_are_compared_by_their_numbers_and_others_refused_as_in_horovod() -> None:
-    pairs = (
-        "2.1.0 2.0.9,2.0 2.0.0,1.10.0 1.9.0,2.15.0+cu132 2.15.0,2.0.0.post1 2.0.0,2.0.0rc1 2.0.0,1.9.1 1.10.0"
-    )
+    pairs = "2.1.0 2.0.9,2.0 2.0.0,1.10.0 1.9.0,2.15.0+cu132 2.15.0,2.0.0.post1 2.0.0,2.0.0rc1 2.0.0,1.9.1 1.10.0"
     found = [is_version_greater_equal_than(*pair.split()) for pair in pairs.split(",")]
     assert found == [True] * 5 + [False] * 2
     for ver, target in ((1, "1.0.0"), ("1.0.0", "1.0")):

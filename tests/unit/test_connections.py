@@ -138,9 +138,7 @@ def test_members_accept_calls_while_their_own_are_unanswered() -> None:
             listener.ranks = [*listener.ranks, Address("127.0.0.1", last.getsockname()[1], "token")]
         others = [pool.submit(close_at_once, listener, rank) for rank, listener in enumerate(made)]
         callers = [last.accept()[0] for _ in others]
-        assert {caller.recv(100) for caller in callers} == {
-            b"token %d connections/test" % rank for rank in (0, 1)
-        }
+        assert {caller.recv(100) for caller in callers} == {b"token %d connections/test" % rank for rank in (0, 1)}
         for caller in callers:
             caller.sendall(b"\1")
         for other in others:
@@ -181,9 +179,7 @@ def test_a_call_waits_until_it_is_wanted_and_strangers_get_nothing(host: str) ->
 def test_a_peer_that_is_gone_is_named() -> None:
     with listeners(3) as made:
         made[2].close()
-        with pytest.raises(
-            HorovodInternalError, match=r"Rank 0 could not connect to rank 2 of \[0, 2\]: .*refused"
-        ):
+        with pytest.raises(HorovodInternalError, match=r"Rank 0 could not connect to rank 2 of \[0, 2\]: .*refused"):
             Connections(made[0], "test", (0, 2), 0, timeout=20)
         with pytest.raises(HorovodInternalError, match=r"rank 0 of \[0, 1\]: nothing arrived for 0.1 s"):
             Connections(made[1], "test", (0, 1), 1, timeout=0.1)

@@ -21,9 +21,7 @@ ENV = numbers("", "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE", MASTER_ADDR="no
 TORCHRUN = ENV | {"TORCHELASTIC_RUN_ID": "none"}
 HOROVODRUN = numbers("HOROVOD_", HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1")
 MPIRUN = numbers("OMPI_COMM_WORLD_", PMIX_RANK="3")
-SRUN = numbers(
-    "SLURM_", "PROCID STEP_NUM_TASKS LOCALID", SLURM_STEP_ID="0", SLURM_STEP_TASKS_PER_NODE="2(x3)"
-)
+SRUN = numbers("SLURM_", "PROCID STEP_NUM_TASKS LOCALID", SLURM_STEP_ID="0", SLURM_STEP_TASKS_PER_NODE="2(x3)")
 JSRUN = numbers("JSM_NAMESPACE_", PMIX_RANK="3")
 MPIRUN_RSH = numbers("MV2_COMM_WORLD_")
 OWN = numbers("DUALDIST_", DUALDIST_RENDEZVOUS="127.0.0.1:1234", DUALDIST_SECRET="00")
@@ -53,8 +51,7 @@ OTHER = {"1": "0", "3": "1", "6": "2", "2": "1", "2(x3)": "1(x2)"}
 
 
 RECORDS = {
-    path.stem: json.loads(path.read_text())
-    for path in sorted((Path(__file__).parent / "environments").glob("*.json"))
+    path.stem: json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "environments").glob("*.json"))
 }
 
 
@@ -183,9 +180,7 @@ def test_the_address_of_rank_0_is_the_meeting_point_under_any_launcher() -> None
         ("1(x6)", "", 1),  # the list may be that of another part of a heterogeneous job
     ],
 )
-def test_the_local_size_of_uneven_nodes_is_found_by_the_node_number(
-    tasks: str, node: str, size: int | None
-) -> None:
+def test_the_local_size_of_uneven_nodes_is_found_by_the_node_number(tasks: str, node: str, size: int | None) -> None:
     launch = detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node})
     assert (launch.local_rank, launch.local_size) == (1, size)
 
@@ -215,9 +210,7 @@ def test_absent_local_numbers_stay_unknown() -> None:
         ({"MASTER_ADDR": ""}, ["`MASTER_ADDR`", "`MASTER_PORT`", "absent", "WORLD_SIZE=6"]),
     ],
 )
-def test_contradictions_are_one_line_that_names_the_variable(
-    change: dict[str, str], words: list[str]
-) -> None:
+def test_contradictions_are_one_line_that_names_the_variable(change: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
         detect(TORCHRUN | change)
     message = str(caught.value)

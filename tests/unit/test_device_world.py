@@ -19,9 +19,7 @@ from dualdist.devices import choice
 
 DEVICE = torch.device("cuda", 0)
 if not hasattr(dist.distributed_c10d, "_get_split_source"):
-    pytest.skip(
-        "this torch calls other methods of a backend than the double of NCCL has", allow_module_level=True
-    )
+    pytest.skip("this torch calls other methods of a backend than the double of NCCL has", allow_module_level=True)
 
 
 class Communicator(Backend):

@@ -79,9 +79,7 @@ def test_a_host_without_a_gpu_makes_all_use_gloo_with_one_warning(caplog: pytest
     with caplog.at_level(logging.WARNING, "dualdist"):
         assert [agreed_transport(offers, rank) for rank in range(3)] == ["gloo"] * 3
     (record,) = caplog.records
-    assert record.getMessage() == (
-        "All ranks use gloo, because their fastest transports differ: gloo on b; nccl on a."
-    )
+    assert record.getMessage() == ("All ranks use gloo, because their fastest transports differ: gloo on b; nccl on a.")
 
 
 @pytest.mark.parametrize(
@@ -95,8 +93,7 @@ def test_processes_that_see_one_gpu_each_are_warned_once_that_nccl_finds_no_nvli
     numbers: Sequence[Sequence[str]], hosts: Sequence[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     offers = [
-        Offer("a-1", rank, [f"uuid of {rank}"], "nccl", False, numbers=names)
-        for rank, names in enumerate(numbers)
+        Offer("a-1", rank, [f"uuid of {rank}"], "nccl", False, numbers=names) for rank, names in enumerate(numbers)
     ]
     with caplog.at_level(logging.WARNING, "dualdist"):
         assert [agreed_transport(offers, rank) for rank in range(2)] == ["nccl"] * 2

@@ -60,9 +60,7 @@ def guard(events: list[str]) -> Guard:
     return Guard(connections, lambda: events.append("groups aborted"))
 
 
-@pytest.mark.parametrize(
-    "error", [HorovodInternalError("a rank has left"), StallError("late"), KeyboardInterrupt()]
-)
+@pytest.mark.parametrize("error", [HorovodInternalError("a rank has left"), StallError("late"), KeyboardInterrupt()])
 def test_groups_are_aborted_after_the_other_ranks_can_notice(error: BaseException) -> None:
     events: list[str] = []
     guarded = guard(events)

@@ -35,9 +35,7 @@ def test_the_users_choice_for_mpi_is_kept(name: str) -> None:
 
 
 def test_variables_that_dualdist_has_copied_are_unset() -> None:
-    variables = start_variables(
-        {"HOROVOD_RANK": "1", "DUALDIST_COPIES": "HOROVOD_RANK=1"}, None, uses_mpi=False
-    )
+    variables = start_variables({"HOROVOD_RANK": "1", "DUALDIST_COPIES": "HOROVOD_RANK=1"}, None, uses_mpi=False)
     assert variables["HOROVOD_RANK"] is None
 
 

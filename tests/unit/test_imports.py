@@ -94,9 +94,7 @@ def imports_of(name: str, modules: dict[str, Path]) -> tuple[set[str], set[str]]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             outside.add(node.module or "")
         elif isinstance(node, ast.ImportFrom):
-            origin = package[: len(package) - node.level + 1] + (
-                node.module.split(".") if node.module else []
-            )
+            origin = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
             for alias in node.names:
                 target = ".".join([*origin, alias.name])
                 inside.add(target if target in modules else ".".join(origin) or "__init__")

@@ -47,9 +47,7 @@ def test_nested_launchers_without_one_variable_are_never_a_world_of_one(data: st
     innermost = data.draw(st.sampled_from(LAUNCHED))
     environment: dict[str, str] = {}
     for name in [*outer, innermost]:
-        if (
-            RECORDS[name]["expected"].get("launcher") in OUTERMOST
-        ):  # they pass on no variable of an outer launcher
+        if RECORDS[name]["expected"].get("launcher") in OUTERMOST:  # they pass on no variable of an outer launcher
             environment = without_launchers(environment)
         environment |= RECORDS[name]["environment"]
     removable = set(RECORDS[innermost]["environment"]) - set(RECORDS[innermost]["expected"].get("error", ()))
@@ -95,9 +93,7 @@ def test_processes_of_dualdist_run_inherit_no_launcher(name: str) -> None:
     env = RECORDS[name]["environment"] | {"DUALDIST_LAUNCHER": "python", "KEPT": "yes"}
     inherited = without_launchers(env)
     assert inherited["KEPT"] == "yes" and "DUALDIST_LAUNCHER" not in inherited
-    own = RECORDS["dualdist_run"]["environment"] | {
-        f"DUALDIST_{name}": "1" for name in ("SIZE", "LOCAL_SIZE")
-    }
+    own = RECORDS["dualdist_run"]["environment"] | {f"DUALDIST_{name}": "1" for name in ("SIZE", "LOCAL_SIZE")}
     own |= {f"DUALDIST_{name}": "0" for name in ("RANK", "LOCAL_RANK")}
     assert detect(inherited | own).launcher == "dualdist run"
 

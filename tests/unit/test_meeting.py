@@ -91,9 +91,7 @@ def test_all_ranks_get_all_texts_at_each_start(board: MakeBoard) -> None:
     def run(rank: int) -> list[list[list[str]]]:
         return [start(rank, number) for number in range(3)]
 
-    expected = [
-        [[f"{number} {part} {rank}" for rank in range(SIZE)] for part in range(2)] for number in range(3)
-    ]
+    expected = [[[f"{number} {part} {rank}" for rank in range(SIZE)] for part in range(2)] for number in range(3)]
     with ThreadPoolExecutor(SIZE) as pool:
         assert list(pool.map(run, range(SIZE))) == [expected] * SIZE
 
@@ -145,9 +143,7 @@ def test_the_rank_that_waited_longest_ends_the_wait_of_all_and_reports_first_who
 ) -> None:
     one, other = (rank for rank in range(SIZE) if rank != missing)
     named = f"waited 0 s for rank {missing}, which did not arrive. Look at its output; "
-    if (
-        missing == 0 and not board().is_launchers
-    ):  # it would run the server; at a known address, nobody answers
+    if missing == 0 and not board().is_launchers:  # it would run the server; at a known address, nobody answers
         for error in (error_of(board, 0.0, rank) for rank in (one, other)):
             assert named in error or "Connection refused. Look." in error
         return
@@ -177,9 +173,7 @@ def test_an_address_that_an_earlier_start_has_left_disturbs_nobody(tmp_path: Pat
 
 def test_a_second_rank_0_of_a_host_is_refused(tmp_path: Path) -> None:
     first = HostBoard(f"{tmp_path}").serve(SIZE)
-    with pytest.raises(
-        ConfigurationError, match=r"must be free for rank 0, but is not \(Address already in use\)"
-    ):
+    with pytest.raises(ConfigurationError, match=r"must be free for rank 0, but is not \(Address already in use\)"):
         HostBoard(f"{tmp_path}").serve(SIZE)
     first.close()
     HostBoard(f"{tmp_path}").serve(SIZE).close()
@@ -268,9 +262,7 @@ def test_a_rank_that_ends_while_nccl_connects_is_named(monkeypatch: pytest.Monke
     """NCCL's own function has no timeout. It runs in a thread with the device of this rank."""
     device, bound = torch.device("cuda", 1), []
     connects, never = threading.Event(), threading.Event()
-    monkeypatch.setattr(
-        accelerator, "bind", lambda device: bound.append((threading.current_thread(), device))
-    )
+    monkeypatch.setattr(accelerator, "bind", lambda device: bound.append((threading.current_thread(), device)))
 
     def connect() -> None:
         bound.append((threading.current_thread(), "connects"))

@@ -131,9 +131,7 @@ def test_the_new_imports_work() -> None:
 
 
 def test_names_in_f_strings_are_changed_or_said(tmp_path: Path, findings: Findings) -> None:
-    text = (
-        'import horovod.torch\nx = f"""\n  \u00e9 {horovod.torch.rank()}"""; y = f"{horovod.torch.size()}"\n'
-    )
+    text = 'import horovod.torch\nx = f"""\n  \u00e9 {horovod.torch.rank()}"""; y = f"{horovod.torch.size()}"\n'
     kinds = [kind for _, kind, said in findings(text) if "rank" in said or "size" in said]
     written = migrated(tmp_path, text).decode()
     for kind, name in zip(kinds, ("rank", "size"), strict=True):
@@ -150,9 +148,7 @@ def test_bytes_around_the_changes_stay(tmp_path: Path) -> None:
         b"\r\nif x:\r\n\thorovod.torch.rank()  # \xc3\xbc",
     ]
     after = b"".join(lines).replace(b"import horovod.torch;", b"import dualdist;")
-    after = after.replace(b"horovod.torch.init", b"dualdist.init").replace(
-        b"horovod.torch.rank", b"dualdist.rank"
-    )
+    after = after.replace(b"horovod.torch.init", b"dualdist.init").replace(b"horovod.torch.rank", b"dualdist.rank")
     assert migrated(tmp_path, b"".join(lines)) == after
 
 
@@ -165,9 +161,7 @@ def test_the_encoding_and_the_mode_of_a_file_stay(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o750
 
 
-def test_the_diff_is_one_that_patch_applies(
-    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
+def test_the_diff_is_one_that_patch_applies(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     script, notes = tmp_path / "train.py", tmp_path / "train.ipynb"
     text = "# coding: latin-1\r\nimport os\r\nn = '\xe9'\r\nimport horovod.torch as h".encode("latin-1")
     script.write_bytes(text)
@@ -176,9 +170,7 @@ def test_the_diff_is_one_that_patch_applies(
     assert patched(notes, capfdbinary) == notebook(CHANGED_CELLS, indent=1)
 
 
-def test_the_exit_code_says_whether_something_is_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exit_code_says_whether_something_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "train.py"
     for text, codes in {
         "import os\n": (0, 0, 0),
@@ -259,9 +251,7 @@ def test_only_code_cells_of_a_notebook_are_changed(
     assert file.read_bytes() == notebook(CHANGED_CELLS, **options)
 
 
-def test_lines_of_a_notebook_that_are_not_read_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_of_a_notebook_that_are_not_read_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "train.ipynb"
     bash = "%%bash\n!pip install horovod\npython -c 'import horovod.torch'"
     file.write_bytes(notebook({"%time import horovod.torch as hvd\n!horovodrun": "code", bash: "code"}))
@@ -314,9 +304,7 @@ def test_a_script_without_an_ending_needs_a_first_line_for_the_shell(tmp_path: P
 
 def test_it_needs_no_torch_and_runs_nothing(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
-    file.write_text(
-        "import horovod.torch.elastic as e\nfrom horovod.data import BaseDataLoader\nraise SystemExit(7)\n"
-    )
+    file.write_text("import horovod.torch.elastic as e\nfrom horovod.data import BaseDataLoader\nraise SystemExit(7)\n")
     ended = run_python(HIDE_TORCH, "migrate", "--write", str(file))
     assert ended.returncode == 0, ended.stderr
     assert "horovod" not in file.read_text()
@@ -437,9 +425,7 @@ def test_ddp_is_left_alone_where_the_files_start_processes(
     assert ("change" in [kind for _, kind, _ in findings(f"{DDP}{statement}\n")]) == is_replaced
 
 
-def test_variables_that_name_rank_and_size_for_dualdist_are_not_removed(
-    tmp_path: Path, findings: Findings
-) -> None:
+def test_variables_that_name_rank_and_size_for_dualdist_are_not_removed(tmp_path: Path, findings: Findings) -> None:
     text = DDP.replace("dist.init", 'os.environ["SLURM_NTASKS"] = "1"\ndist.init')
     assert 'os.environ["SLURM_NTASKS"] = "1"' in migrated(tmp_path, text).decode()
     assert [line for line, kind, _ in findings(text) if kind == "by hand"] == [4]
@@ -456,9 +442,7 @@ def test_the_import_is_added_below_what_must_be_first_and_by_another_name_where_
 ) -> None:
     text = '#!/usr/bin/python\n"""Why."""\nfrom __future__ import annotations\nhvd = 1\ndef f():\n'
     text += "  import torch.distributed as d\n  d.init_process_group()\n"
-    expected = text.replace("hvd = 1", "import dualdist\nhvd = 1").replace(
-        "d.init_process_group()", "dualdist.init()"
-    )
+    expected = text.replace("hvd = 1", "import dualdist\nhvd = 1").replace("d.init_process_group()", "dualdist.init()")
     assert migrated(tmp_path, text) == expected.encode()
 
 
@@ -497,9 +481,7 @@ setup()
         ("args.backend", ""),
     ],
 )
-def test_arguments_of_init_process_group_are_kept_or_known(
-    arguments: str, expected: str, tmp_path: Path
-) -> None:
+def test_arguments_of_init_process_group_are_kept_or_known(arguments: str, expected: str, tmp_path: Path) -> None:
     head = "import os, torch.distributed as d\nfrom mpi4py import MPI\n"
     head += "comm = MPI.COMM_WORLD\nrank = comm.rank\nname = 'gloo'\n"
     text = f"{head}d.init_process_group({arguments})\n"

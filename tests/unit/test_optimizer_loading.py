@@ -12,9 +12,7 @@ from dualdist.core.training.optimizer_state import load_optimizer_state
 
 def on_meta(**options: Any) -> torch.optim.Optimizer:
     """Return an optimizer whose parameter is on another device than the CPU."""
-    return torch.optim.SGD(
-        [{"params": [torch.nn.Parameter(torch.ones(2, device="meta"))], **options}], lr=0.1
-    )
+    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(2, device="meta"))], **options}], lr=0.1)
 
 
 @pytest.mark.parametrize(

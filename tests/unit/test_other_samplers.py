@@ -103,9 +103,7 @@ def test_the_epoch_reaches_the_wrapped_sampler_and_one_inside_a_batch_sampler() 
     assert (len(plain), list(plain)) == (3, [0, 1, 2])
     plain.set_epoch(2)
     assert (len(plain), list(plain)) == (5, [2, 3, 4, 5, 6])
-    sampler, resumed = (
-        DistributedSamplerWrapper(BatchSampler(ByEpoch(), 2, drop_last=False), 1, 0) for _ in range(2)
-    )
+    sampler, resumed = (DistributedSamplerWrapper(BatchSampler(ByEpoch(), 2, drop_last=False), 1, 0) for _ in range(2))
     sampler.set_epoch(1)
     assert list(sampler) == [[1, 2], [3, 4]]
     draw_steps([sampler], 1, 1)
@@ -280,7 +278,5 @@ def test_a_generator_that_has_ended_cannot_be_split() -> None:
 
 
 def test_every_epoch_of_new_workers_reads_a_generator_from_its_start() -> None:
-    loader: Any = DataLoader(
-        split_by_rank((place for place in range(9)), 2, 0), batch_size=None, num_workers=2
-    )
+    loader: Any = DataLoader(split_by_rank((place for place in range(9)), 2, 0), batch_size=None, num_workers=2)
     assert [sorted(map(int, loader)) for _ in range(2)] == [[0, 2, 4, 6, 8]] * 2

@@ -505,9 +505,7 @@ def test_other_numbers_of_processes_compare_what_stays_comparable() -> None:
             put(one, step, BATCH, values(9), number=number)
     assert compare(record(), one, 1e-4).first is None
     assert "2 and 1 processes" in compare(record(), one, 1e-4).notes[0]
-    every(OPERATIONS, lambda *_: [["Nll", {"total_weight": 8.0}], ["", {}]])(
-        one
-    )  # of another batch of a rank
+    every(OPERATIONS, lambda *_: [["Nll", {"total_weight": 8.0}], ["", {}]])(one)  # of another batch of a rank
     put(one, 1, LOSS, 1101.5 * (1 + 1e-7))
     assert compare(record(), one, 1e-4).first is None
     put(one, 1, LOSS, 1.0)

@@ -97,17 +97,13 @@ PATCHES = {
         "torch.optim.Optimizer.add_param_group = ": "parameters get their hooks before those of a wrapper",
     },
     "compat/torch.py": {"wrapped.__class__ = ": "isinstance() and the state of the optimizer stay"},
-    "core/compiling.py": {
-        "frames.set_code_exec_strategy(": "torch.compiler.disable imports Dynamo, which takes long"
-    },
+    "core/compiling.py": {"frames.set_code_exec_strategy(": "torch.compiler.disable imports Dynamo, which takes long"},
     "mpi/meeting.py": {"sys.exit = ": "MPI must not be finalized after a failure"},
     "core/process_exit.py": {
         "libc.on_exit(": "the same at the end of the process, and Horovod's",
         "Py_IncRef(": "Gloo's destructors wait for a thread, in forks and after failures",
     },
-    "core/training/optimizer.py": {
-        "optimizer.__class__ = ": "isinstance() and the state of the optimizer stay"
-    },
+    "core/training/optimizer.py": {"optimizer.__class__ = ": "isinstance() and the state of the optimizer stay"},
 }
 """File -> what changes something that code outside of the package sees: a part of the line, and why."""
 
@@ -120,9 +116,7 @@ ACTS = """
 
 OF_THE_PROCESS = {
     "core/lifecycle.py": {"os.register_at_fork": "a fork must not wait for a thread that it lacks"},
-    "core/meeting/server.py": {
-        "resource.setrlimit": "a large world needs more open files, up to the hard limit"
-    },
+    "core/meeting/server.py": {"resource.setrlimit": "a large world needs more open files, up to the hard limit"},
     "core/process_exit.py": {"ctypes.CDLL": "destructors of C++ in a fork stop its parent: on_exit"},
     "core/world/context.py": {
         "gc.freeze": "in a fork alone: the same for what the rank would have collected",
@@ -143,9 +137,7 @@ OF_THE_PROCESS = {
         "faulthandler.register": "SIGUSR2, where nobody else takes it, also while the main thread is in C",
         "signal.signal": "in a fork alone: launchers send SIGUSR2 to the whole group",
     },
-    "sync_batch_norm.py": {
-        "gc.get_referrers": "finds layers that need another class: an optimizer knows no modules"
-    },
+    "sync_batch_norm.py": {"gc.get_referrers": "finds layers that need another class: an optimizer knows no modules"},
     # Processes of the package's own commands:
     "exec/command.py": {
         "os.sched_setaffinity": "as a launcher binds its processes",
@@ -161,9 +153,7 @@ OF_THE_PROCESS = {
         "signal.setitimer": "its own end has a limit of time",
         "signal.signal": "signals are passed on to the processes",
     },
-    "processes/agent_connection.py": {
-        "signal.pthread_sigmask": "an agent's ssh gets no signals of the terminal"
-    },
+    "processes/agent_connection.py": {"signal.pthread_sigmask": "an agent's ssh gets no signals of the terminal"},
     "processes/job.py": {
         "signal.set_wakeup_fd": "signals wake the loop of `dualdist run`",
         "signal.signal": "signals are passed on to the agents",
@@ -200,11 +190,7 @@ def own_names() -> set[str]:
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
             names |= {part.id for line in node.body for part in ast.walk(line) if isinstance(part, ast.Name)}
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and root(node) in ("self", "cls")
-        ):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and root(node) in ("self", "cls"):
             names.add(node.attr)
     return names
 
@@ -246,9 +232,7 @@ def uses(node: ast.AST) -> Iterator[str]:
 
 def is_listed(found: dict[str, str], listed: list[str]) -> None:
     """Fail unless the names that were found, each with its place, are those that are listed."""
-    assert {name: place for name, place in found.items() if name not in listed} == {}, (
-        "do without these names"
-    )
+    assert {name: place for name, place in found.items() if name not in listed} == {}, "do without these names"
     assert sorted(set(listed) - found.keys()) == [], "these names are no longer used: take them from the list"
 
 
@@ -284,17 +268,13 @@ def patched(tree: ast.Module) -> Iterator[ast.Attribute]:
 
 
 def test_patches_of_the_whole_process_become_fewer() -> None:
-    gone = [
-        what for file, listed in PATCHES.items() for what in listed if what not in sources().get(file, "")
-    ]
+    gone = [what for file, listed in PATCHES.items() for what in listed if what not in sources().get(file, "")]
     assert gone == [], "take them from the list"
     for file, tree in trees().items():
         listed = " ".join(PATCHES.get(file, ()))
         for node in patched(tree):
             text = ast.unparse(node)
-            assert text in listed or text in NO_PATCHES or node.attr in NO_PATCHES, (
-                f"{file}:{node.lineno}: {text}"
-            )
+            assert text in listed or text in NO_PATCHES or node.attr in NO_PATCHES, f"{file}:{node.lineno}: {text}"
 
 
 def test_acts_on_the_whole_process_become_fewer() -> None:

@@ -23,9 +23,7 @@ quick = settings(max_examples=30, deadline=None)
 
 @quick
 @given(length=lengths, world=worlds, epoch=epochs, shuffle=flags, drop_last=flags)
-def test_indices_are_those_of_torch(
-    length: int, world: int, epoch: int, shuffle: bool, drop_last: bool
-) -> None:
+def test_indices_are_those_of_torch(length: int, world: int, epoch: int, shuffle: bool, drop_last: bool) -> None:
     for rank in range(world):
         ours = DistributedSampler(range(length), world, rank, shuffle, 7, drop_last)
         assert isinstance(ours, TorchSampler)

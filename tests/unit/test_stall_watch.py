@@ -257,10 +257,7 @@ def test_a_rank_that_answers_slowly_is_not_missing_if_another_has_ended(
     survey = channel.survey(has_failed=True)
     answers.set()
     assert survey.missing == [2]
-    assert (
-        survey.members[1].text
-        == "no answer for 2 s: it runs: a thread keeps Python's global lock, or it is slow"
-    )
+    assert survey.members[1].text == "no answer for 2 s: it runs: a thread keeps Python's global lock, or it is slow"
 
 
 @pytest.mark.parametrize(
@@ -272,9 +269,7 @@ def test_a_rank_that_answers_slowly_is_not_missing_if_another_has_ended(
         ([WAITING, ENDED, OUTSIDE], [1, 2]),
     ],
 )
-def test_a_rank_in_torch_distributed_is_missing_unless_one_is_in_no_call(
-    doing: list[str], missing: list[int]
-) -> None:
+def test_a_rank_in_torch_distributed_is_missing_unless_one_is_in_no_call(doing: list[str], missing: list[int]) -> None:
     assert Survey({rank: Doing(kind, "") for rank, kind in enumerate(doing)}).missing == missing
 
 
@@ -305,8 +300,7 @@ def test_rank_0_logs_a_slow_rank_from_the_share_on_that_is_set(
             watch.start([watch.server.contact for watch in ranks if watch.server is not None])
         assert has_looked_twice.wait(30)
     assert (
-        any("50 % of the time (0.5 of 1.0 s) more than rank 1 since " in message for message in messages)
-        == is_logged
+        any("50 % of the time (0.5 of 1.0 s) more than rank 1 since " in message for message in messages) == is_logged
     )
 
 

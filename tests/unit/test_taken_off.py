@@ -16,8 +16,7 @@ from ..helpers.world import ROOT
 PACKAGE = Path(dualdist.__file__).parent
 CORE = {"__init__", "__main__", "core", "errors"}
 PARTS = sorted(
-    {entry.stem for entry in PACKAGE.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()}
-    - CORE
+    {entry.stem for entry in PACKAGE.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()} - CORE
 )
 NAMES = {
     "built": {

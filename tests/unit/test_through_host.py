@@ -50,9 +50,7 @@ def test_a_copy_lies_in_pageable_memory_where_the_runtime_of_the_device_pins_non
 ) -> None:
     empty = torch.empty
 
-    def without_pins(
-        length: int, *, dtype: torch.dtype, device: str, pin_memory: bool = False
-    ) -> torch.Tensor:
+    def without_pins(length: int, *, dtype: torch.dtype, device: str, pin_memory: bool = False) -> torch.Tensor:
         asked.append(pin_memory)
         if pin_memory:
             raise RuntimeError("no pinned memory")

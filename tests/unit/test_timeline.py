@@ -50,15 +50,11 @@ def run(code: str, path: Path) -> int:
 def test_the_file_is_whole_however_the_process_ends(ending: str, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     assert run(ending, path) == ENDINGS[ending]
-    assert read_spans(path) == {
-        "allreduce.a": ["NEGOTIATE_ALLREDUCE", "[0]", "ALLREDUCE", "ALLREDUCE/LOCAL_ALLREDUCE"]
-    }
+    assert read_spans(path) == {"allreduce.a": ["NEGOTIATE_ALLREDUCE", "[0]", "ALLREDUCE", "ALLREDUCE/LOCAL_ALLREDUCE"]}
     assert read_marks(path) == ["CYCLE_START"]
 
 
-def test_the_dynamic_timeline_waits_for_start_timeline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dynamic_timeline_waits_for_start_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "timeline.json"
     code = f"hvd.start_timeline({str(path)!r}); hvd.broadcast(torch.ones(3), 0, name='b')"

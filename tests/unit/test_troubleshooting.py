@@ -91,9 +91,7 @@ def test_every_error_has_an_entry(errors: list[ErrorText]) -> None:
     assert len(errors) > 400
     found = entries(OURS)
     missing = [
-        shown(error)
-        for error in errors
-        if error.kind != PART and not any(covers(entry, error) for entry in found)
+        shown(error) for error in errors if error.kind != PART and not any(covers(entry, error) for entry in found)
     ]
     assert not missing, "\n".join(missing)
 

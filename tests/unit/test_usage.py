@@ -103,9 +103,7 @@ def test_a_difference_that_chance_explains_names_nobody(waits: list[int], is_slo
     moments = [10 * part / len(waits) for part in range(len(waits) + 1)]
     fast = [*itertools.accumulate((max(0, wait) / 6 for wait in waits), initial=0.0)]
     slow = [*itertools.accumulate((max(0, -wait) / 6 for wait in waits), initial=0.0)]
-    ranks = [
-        {**row, "marks": [*zip(moments, marks, strict=True)]} for row, marks in ((FAST, fast), (SLOW, slow))
-    ]
+    ranks = [{**row, "marks": [*zip(moments, marks, strict=True)]} for row, marks in ((FAST, fast), (SLOW, slow))]
     assert combined(ranks)["slowest"] == (1 if is_slow else None)
 
 
@@ -113,9 +111,7 @@ def test_marks_of_long_runs_are_few_and_far_apart() -> None:
     usage = Usage()
     start = usage.values()[0]
     for step in range(10_000):
-        usage.waited(
-            record(start + step * 10**8, start + step * 10**8 + 10**7, start + step * 10**8 + 10**7), 0
-        )
+        usage.waited(record(start + step * 10**8, start + step * 10**8 + 10**7, start + step * 10**8 + 10**7), 0)
     marks = usage.take(0, 1)["marks"]
     pauses = [after - before for (before, _), (after, _) in itertools.pairwise(marks)]
     assert 20 < len(marks) <= 64 and max(pauses) < 4 * min(pauses[1:-1])
@@ -178,9 +174,7 @@ def test_the_command_shows_files_and_folders(tmp_path: Path, capsys: pytest.Capt
     ]
 
 
-@pytest.mark.parametrize(
-    "content", [None, "", "[]", "3", '{"ranks": []}', '{"rank": 0}', '{"ranks": [{"rank": "x"}]}']
-)
+@pytest.mark.parametrize("content", [None, "", "[]", "3", '{"ranks": []}', '{"rank": 0}', '{"ranks": [{"rank": "x"}]}'])
 def test_a_file_that_is_no_report_is_one_line_and_code_2(
     content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,8 +206,6 @@ def test_files_of_several_runs_are_refused(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err.count("Remove the files of older runs") == 2
 
 
-def test_no_rank_is_called_slow_while_files_are_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_rank_is_called_slow_while_files_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", written(tmp_path, {**FAST, "size": 4}, {**SLOW, "rank": 2, "size": 4})]) == 0
     assert capsys.readouterr().out.splitlines()[3:] == ["ranks [1, 3] have no file"]

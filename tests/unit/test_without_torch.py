@@ -10,9 +10,7 @@ import pytest
 
 from ..helpers.world import ROOT
 
-HIDE_TORCH = (
-    "import sys; sys.modules['torch'] = None; from dualdist.cli import main; sys.exit(main(sys.argv[1:]))"
-)
+HIDE_TORCH = "import sys; sys.modules['torch'] = None; from dualdist.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
 def run_python(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -45,9 +45,7 @@ def world(links: Sequence[Link] = (), num_hosts: int = 3, **changes: dict[int, A
     for rank in range(2 * num_hosts):
         place, local_rank = divmod(rank, 2)
         here = replace(GOOD, rank=rank, local_rank=local_rank, node=f"h{place}-1", host=f"h{place}")
-        processes.append(
-            replace(here, **{name: values[rank] for name, values in changes.items() if rank in values})
-        )
+        processes.append(replace(here, **{name: values[rank] for name, values in changes.items() if rank in values}))
     known = {"a": {"torch": "2.15", "numpy": "2.4"}, "b": {"torch": "2.11", "pip": "1"}}
     return WorldFacts(processes, known, links or ring(num_hosts))
 
@@ -77,9 +75,7 @@ def test_a_sound_world_has_none() -> None:
         ({"models": dict.fromkeys((4, 5), ("A100",) * 2)}, "gpu", 4, "h2 has 2 x A100 and the others 2 x"),
     ],
 )
-def test_a_fact_that_is_wrong_is_named_with_its_host(
-    changes: dict[str, Any], kind: str, rank: int, words: str
-) -> None:
+def test_a_fact_that_is_wrong_is_named_with_its_host(changes: dict[str, Any], kind: str, rank: int, words: str) -> None:
     (found,) = problems(world(**changes))
     assert (found.kind, found.hosts, found.ranks) == (kind, (f"h{rank // 2}",), (rank,))
     assert words in found.text

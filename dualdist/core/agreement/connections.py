@@ -216,9 +216,7 @@ class _Peer:
     def has_said(self, goodbye: bytes) -> bool:
         """Return whether `goodbye` is the last that the peer, which has left, has sent."""
         last = b""
-        with contextlib.suppress(
-            OSError
-        ):  # the peer has not read everything; its goodbye may have arrived before
+        with contextlib.suppress(OSError):  # the peer has not read everything; its goodbye may have arrived before
             last = self.socket.recv(_READ_BYTES, socket.MSG_PEEK)
         return (bytes(self._unread[-len(goodbye) :]) + last).endswith(goodbye)
 

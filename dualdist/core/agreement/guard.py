@@ -179,9 +179,7 @@ class Guard:
         self._broken = self._broken or "a call of another process set failed."
         self._connections.close()  # so that no member waits for this rank
 
-    def run(
-        self, observers: Observers, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    def run(self, observers: Observers, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `step(*args, **kwargs)`, observed. Members must run the same steps on the same channel.
 
         After a failure of the backend, every later call raises.

@@ -89,9 +89,7 @@ def payload_capacity(size: int, most: int = _PAYLOAD_BYTES) -> int:
     return min(most, _PAYLOAD_BYTES_OF_ALL // size)
 
 
-def agree(
-    connections: Connections, state: int, call: Call, issued: int, *, needs_times: bool = False
-) -> Verdict:
+def agree(connections: Connections, state: int, call: Call, issued: int, *, needs_times: bool = False) -> Verdict:
     """Return the verdict if all members are ACTIVE with the same call, else one without a call. Collective.
 
     issued: as in PendingCall. needs_times: whether this member needs `Verdict.arrivals`; it may differ between members.
@@ -140,11 +138,7 @@ def nothing_matches(awaited: Mapping[int, Sequence[Call]], others: Mapping[int, 
 
     awaited, others: by rank, the calls for which its script waits, and its other pending calls.
     """
-    rows = [
-        f"  {shown_ranks([rank])} has started {call.brief}"
-        for rank, calls in others.items()
-        for call in calls
-    ]
+    rows = [f"  {shown_ranks([rank])} has started {call.brief}" for rank, calls in others.items() for call in calls]
     if len(rows) > _MOST_ROWS:
         rows[_MOST_ROWS:] = [f"  and {len(rows) - _MOST_ROWS} more calls"]
     return "\n".join(
@@ -184,9 +178,7 @@ def _difference(calls: Sequence[Call]) -> str:
     if len({call.name for call in calls}) > 1:
         return "name"
     keys = (key for key, _ in calls[0].arguments)
-    return next(
-        (key for key in keys if len({repr(dict(call.arguments).get(key)) for call in calls}) > 1), "name"
-    )
+    return next((key for key in keys if len({repr(dict(call.arguments).get(key)) for call in calls}) > 1), "name")
 
 
 def _first_entry(values: Sequence[object]) -> int | None:
@@ -199,9 +191,7 @@ def _first_entry(values: Sequence[object]) -> int | None:
     if not named or len(lists) < len(values):
         return None
     places = range(max(map(len, lists)))
-    return next(
-        (place for place in places if len({repr(each[place : place + 1]) for each in lists}) > 1), None
-    )
+    return next((place for place in places if len({repr(each[place : place + 1]) for each in lists}) > 1), None)
 
 
 def _shortened(call: Call, argument: str, entry: int) -> Call:
@@ -325,9 +315,7 @@ def _without_partners(failures: Sequence[Outcome], standings: Sequence[Standing]
     ][:1]
 
 
-def _match_calls(
-    pending: Sequence[EntriesByIndex], active: Sequence[int], ranks: Sequence[int]
-) -> Iterable[Outcome]:
+def _match_calls(pending: Sequence[EntriesByIndex], active: Sequence[int], ranks: Sequence[int]) -> Iterable[Outcome]:
     """Yield an outcome for each call that all active members have made, in the order of the first of them."""
     keyed = [_keyed(own) for own in pending]
     candidates = keyed[active[0]] if active else {key: 0 for own in keyed for key in own}
@@ -359,9 +347,7 @@ def _judge(entries: Mapping[int, PendingCall], ranks: Sequence[int]) -> Verdict:
         return Verdict(None, joined, error=text, raising=everyone, steps_differ=first.kind.in_step)
     if joined and first.kind.stand_in is None:
         members = ", ".join(str(ranks[place]) for place in sorted(joined))
-        text = (
-            f"{first} at {first.where} is not supported with Join at this time: ranks {members} have joined."
-        )
+        text = f"{first} at {first.where} is not supported with Join at this time: ranks {members} have joined."
         return Verdict(None, joined, error=text, raising=everyone, steps_differ=first.kind.in_step)
     every = [entries.get(place) for place in range(len(ranks))]
     return Verdict(

@@ -190,9 +190,7 @@ class Backend(ABC):
 
     @classmethod
     @abstractmethod
-    def start(
-        cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
-    ) -> Backend:
+    def start(cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None) -> Backend:
         """Join the world that `launch` describes, or adopt the one that this process has joined. Collective.
 
         Raises BackendUnavailableError when the backend or the transport cannot run here.

@@ -52,9 +52,7 @@ class LocalBackend(Backend):
         self._timeout = timedelta(seconds=settings.stall_timeout_seconds)
 
     @classmethod
-    def start(
-        cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
-    ) -> LocalBackend:
+    def start(cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None) -> LocalBackend:
         if launch.size != 1:
             raise ConfigurationError(
                 f"`backend` must be torch or horovod, but is 'local' instead while the world size is "

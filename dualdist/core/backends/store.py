@@ -82,15 +82,9 @@ def _launchers_board(launch: Launch, env: Mapping[str, str]) -> Board:
     board = find_board(launch, env)
     if board is not None:
         return board
-    if (
-        launch.starts_mpi
-        and (find := extension("process_manager")) is not None
-        and (board := find(launch, env))
-    ):
+    if launch.starts_mpi and (find := extension("process_manager")) is not None and (board := find(launch, env)):
         return cast(Board, board)
-    how = (
-        "install mpi4py (pip install mpi4py) and use a launcher that starts MPI (mpirun, or srun --mpi=pmix)"
-    )
+    how = "install mpi4py (pip install mpi4py) and use a launcher that starts MPI (mpirun, or srun --mpi=pmix)"
     raise no_board(launch, how)
 
 

@@ -146,9 +146,7 @@ class TorchBackend(Backend):
         return dist.is_initialized()
 
     @classmethod
-    def start(
-        cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
-    ) -> TorchBackend:
+    def start(cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None) -> TorchBackend:
         adopted, device, seconds = cls.is_running(), None, settings.start_timeout_seconds
         if adopted:  # the process group that torch.distributed has already
             config = adopted_config()
@@ -204,9 +202,7 @@ class TorchBackend(Backend):
     def check(cls, transport: str, launch: Launch) -> None:
         family = transport_named(transport)
         if needs_gpus(family) and needed("devices").device_transport() != family:
-            built = (
-                "" if dist.is_backend_available(transport) else f", since torch is built without {transport}"
-            )
+            built = "" if dist.is_backend_available(transport) else f", since torch is built without {transport}"
             kinds = dist.Backend.backend_capability.get(family)
             kind = kinds[0].upper() if kinds else "fitting"
             raise BackendUnavailableError(

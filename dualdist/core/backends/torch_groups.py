@@ -191,9 +191,7 @@ class TorchGroup(Group):
 def set_group_timeout(process_group: Any, timeout: timedelta) -> None:
     """Set the timeout of later collectives of a process group. Local."""
     # Older releases of torch have only the private functions, newer ones warn of them.
-    setter = getattr(process_group, "set_timeout", None) or getattr(
-        process_group, "_set_default_timeout", None
-    )
+    setter = getattr(process_group, "set_timeout", None) or getattr(process_group, "_set_default_timeout", None)
     if setter is not None:
         setter(timeout)
     else:
@@ -264,9 +262,7 @@ class DefaultGroup:
         self._own: dist.ProcessGroup | None = None
         self._store: dist.Store | None = None
 
-    def open(
-        self, config: Mapping[str, str], store: dist.Store, rank: int, size: int, timeout: timedelta
-    ) -> None:
+    def open(self, config: Mapping[str, str], store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         """Make the group, unless there is one. Collective. config: as for TorchGroups."""
         if not dist.is_initialized():
             place: Any = {"store": store, "rank": rank, "world_size": size}
@@ -324,11 +320,7 @@ def allow_open_files(size: int) -> None:
 
 def config_text(config: Mapping[str, str]) -> str:
     """Return `config` as torch's argument `backend`."""
-    return (
-        config["cpu"]
-        if [*config] == ["cpu"]
-        else ",".join(f"{kind}:{config[kind]}" for kind in sorted(config))
-    )
+    return config["cpu"] if [*config] == ["cpu"] else ",".join(f"{kind}:{config[kind]}" for kind in sorted(config))
 
 
 class TorchGroups:
@@ -352,9 +344,7 @@ class TorchGroups:
         self._store, self._timeout, self._env = store, timeout, env
         self._groups: list[Group] = []
 
-    def make(
-        self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool = False
-    ) -> list[Group]:
+    def make(self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool = False) -> list[Group]:
         """Return what `Backend.new_groups` does."""
         if self._rank in ranks:
             raise_file_limit(count * len(ranks))  # Gloo connects all members
@@ -362,9 +352,7 @@ class TorchGroups:
         self._groups += made
         return made
 
-    def _connected(
-        self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool
-    ) -> list[Group]:
+    def _connected(self, ranks: Sequence[int], count: int, exchange: Exchange, among_members: bool) -> list[Group]:
         if self._rank not in ranks:
             return [TorchGroup(ranks, self._rank, None) for _ in range(count)]
         if (share_host := extension("shared_memory")) is None:
@@ -396,9 +384,7 @@ class TorchGroups:
             group.abandon()
 
 
-def new_torch_groups(
-    rank: int, config: Mapping[str, str], device: torch.device | None, *others: Any
-) -> TorchGroups:
+def new_torch_groups(rank: int, config: Mapping[str, str], device: torch.device | None, *others: Any) -> TorchGroups:
     """Return the groups of a world, none yet. The arguments are those of TorchGroups."""
     is_direct = [*config] == ["cpu"] and config["cpu"] in _DIRECT_KINDS
     kind = TorchGroups if is_direct else needed("device_groups").DeviceGroups

@@ -118,9 +118,7 @@ def grouped_allgather_async(
 
     Collective like `allgather`, with the same arguments, shapes and errors. Not differentiable.
     """
-    return plan_allgather(tensors, name, grouped=True, process_set=process_set).submit(
-        lambda outputs: outputs[:-1]
-    )
+    return plan_allgather(tensors, name, grouped=True, process_set=process_set).submit(lambda outputs: outputs[:-1])
 
 
 def allgather_gradient(ran: Any, *grads: torch.Tensor) -> Sequence[torch.Tensor]:

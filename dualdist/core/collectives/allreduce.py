@@ -111,9 +111,7 @@ def allreduce(
         HorovodInternalError: the ranks' calls differ, a rank did not call in time, or the backend failed.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
-    plan = plan_allreduce(
-        [tensor], reduction, name, average=average, compression=compression, process_set=process_set
-    )
+    plan = plan_allreduce([tensor], reduction, name, average=average, compression=compression, process_set=process_set)
     return plan.run(allreduce_gradient)[0]
 
 

@@ -28,9 +28,7 @@ def check_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
         return [rows // size] * size
     if isinstance(splits, torch.Tensor):
         if splits.dtype is not torch.int32 or splits.dim() != 1:
-            raise ValueError(
-                f"`splits` must be a 1-D int32 tensor, but is {splits.dim()}-D {splits.dtype} instead."
-            )
+            raise ValueError(f"`splits` must be a 1-D int32 tensor, but is {splits.dim()}-D {splits.dtype} instead.")
         splits = splits.tolist()
     given = items("splits", splits, "a list of whole numbers", "Give the number of rows for each rank.")
     counts = [integer(f"splits[{place}]", count) for place, count in enumerate(given)]

@@ -106,9 +106,7 @@ def broadcast_object(
 
 
 @planned(ALLGATHER_OBJECT)
-def _plan_allgather_object(
-    obj: Any, name: str | None, *, process_set: ProcessSetLike
-) -> Plan[Sequence[torch.Tensor]]:
+def _plan_allgather_object(obj: Any, name: str | None, *, process_set: ProcessSetLike) -> Plan[Sequence[torch.Tensor]]:
     """Return the plan of an allgather_object. Its result: the bytes of each rank."""
     channel, data = channel_of(process_set), dump(obj)
     call = make_call(ALLGATHER_OBJECT, name, count=data.numel())
@@ -121,9 +119,7 @@ def _plan_allgather_object(
 
 
 @not_compiled
-def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSetLike = global_process_set
-) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSetLike = global_process_set) -> list[Any]:
     """Return every rank's `obj`, in rank order.
 
     Collective: every member of `process_set` must call it. Errors as for `broadcast_object`.

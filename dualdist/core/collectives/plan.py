@@ -84,9 +84,7 @@ class _Recorded(torch.autograd.Function):
     """A collective whose gradient autograd records."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: Plan[T], gradient_of: GradientOf, gradient: Sequence[int], *tensors: torch.Tensor
-    ) -> T:
+    def forward(ctx: Any, plan: Plan[T], gradient_of: GradientOf, gradient: Sequence[int], *tensors: torch.Tensor) -> T:
         result: Any = plan.run()
         ctx.gradient_of, ctx.gradient = gradient_of, gradient[0] if gradient else None
         ctx.call, ctx.process_set = replace(plan.call, payload=b""), plan.process_set
@@ -199,9 +197,7 @@ def check_tensor(tensor: Any, what: str = "tensor") -> None:
             "parameters and gradients itself."
         )
     if tensor.is_nested:
-        raise ValueError(
-            f"`{what}` must be dense, but is a nested tensor instead. Pass its unbind() or values()."
-        )
+        raise ValueError(f"`{what}` must be dense, but is a nested tensor instead. Pass its unbind() or values().")
     if tensor.layout is not torch.strided:
         raise ValueError(
             f"`{what}` must be dense, but is {tensor.layout} instead. Use sparse_allreduce_async, or to_dense()."
@@ -244,9 +240,7 @@ def check_tensors(tensors: Any, *, grouped: bool) -> list[torch.Tensor]:
         raise ValueError("`tensors` must hold at least one tensor, but is empty instead. Skip the call.")
     devices = {str(tensor.device) for tensor in given if isinstance(tensor, torch.Tensor)}
     if len(devices) > 1:
-        raise ValueError(
-            f"`tensors` must be on one device, but are on {sorted(devices)} instead. Move them to one."
-        )
+        raise ValueError(f"`tensors` must be on one device, but are on {sorted(devices)} instead. Move them to one.")
     for place, tensor in enumerate(given):
         check_tensor(tensor, f"tensors[{place}]")
     return given
@@ -256,9 +250,7 @@ def check_rows(tensor: Any, what: str = "tensor") -> None:
     """Raise TypeError or ValueError unless `tensor` can be sent and has rows, (n, ...)."""
     check_tensor(tensor, what)
     if tensor.dim() == 0:
-        raise ValueError(
-            f"`{what}` must have at least one dimension, but is a number instead. Use reshape(1)."
-        )
+        raise ValueError(f"`{what}` must have at least one dimension, but is a number instead. Use reshape(1).")
 
 
 def channel_and_root(process_set: ProcessSetLike, root_rank: Any) -> tuple[Channel, int, int]:

@@ -128,9 +128,7 @@ def grouped_reducescatter(
     Collective like `reducescatter`, with the same arguments, shapes and errors. Tensors may differ in shape and dtype.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
-    plan = plan_reducescatter(
-        tensors, reduction, name, compression=compression, grouped=True, process_set=process_set
-    )
+    plan = plan_reducescatter(tensors, reduction, name, compression=compression, grouped=True, process_set=process_set)
     outputs = plan.run(reducescatter_gradient, gradient)
     return list(outputs)
 

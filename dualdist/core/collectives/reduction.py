@@ -51,9 +51,7 @@ def check_reducible(dtype: torch.dtype, op: int) -> None:
     """Raise ValueError unless `op` can reduce numbers of `dtype`."""
     name, kind = REDUCE_OP_NAMES[op], dtype_name(dtype)
     if dtype not in REDUCED_AS:
-        raise ValueError(
-            f"`tensor` must be of a dtype that can be reduced, but is {kind} instead. Convert it first."
-        )
+        raise ValueError(f"`tensor` must be of a dtype that can be reduced, but is {kind} instead. Convert it first.")
     if dtype is torch.bool and op in (Average, Adasum):
         raise ValueError(f"`op` must be Sum, Min, Max or Product for bool, but is {name} instead.")
     if dtype.is_complex and op not in (Average, Sum):
@@ -120,9 +118,7 @@ class Reduction(NamedTuple):
         op, prescale, postscale = self
         if type(prescale) is type(postscale) is float and prescale == postscale == 1.0:
             return self if type(op) is int and 0 <= op < len(REDUCE_OP_NAMES) else Reduction(reduce_op(op))
-        return Reduction(
-            reduce_op(op), number("prescale_factor", prescale), number("postscale_factor", postscale)
-        )
+        return Reduction(reduce_op(op), number("prescale_factor", prescale), number("postscale_factor", postscale))
 
     @classmethod
     def of(cls, call: Call) -> Reduction:

@@ -110,9 +110,7 @@ class Arrivals:
     @property
     def has_failed(self) -> bool:
         """Whether an earlier graph task has not called `at_end`, because backward raised an exception."""
-        return _current_graph_task_id() not in self._tasks and any(
-            end() is None for end in self._tasks.values()
-        )
+        return _current_graph_task_id() not in self._tasks and any(end() is None for end in self._tasks.values())
 
     def expect(self, order: ArrivalOrder | None) -> None:
         """Start over, and expect the gradients of the next backward in `order`; None: handle them one by one."""

@@ -255,8 +255,11 @@ NOTHING = 0
 
 # The memory of a bucket.
 
-LARGE_BYTES = 1 << 20
-"""Mean gradient size in bytes above which scaling during the copy is faster than scaling the copy in the cache."""
+LARGE_BYTES = 1 << 16
+"""Mean gradient size in bytes above which a CPU scales faster during the copy than in the cache afterwards.
+
+A GPU copies all gradients in a few launches, and needs one for each if it scales during the copy.
+"""
 
 
 _data_ptr: Any = torch.Tensor.data_ptr
@@ -321,14 +324,10 @@ class BucketMemory:
         """Return the places of the gradients that lie in their slots. found: the addresses of `grads`."""
         if self._slots.isdisjoint(found):  # as after zero_grad()
             return []
-        there = [
-            place for place, (own, slot) in enumerate(zip(found, self._addresses, strict=True)) if own == slot
-        ]
+        there = [place for place, (own, slot) in enumerate(zip(found, self._addresses, strict=True)) if own == slot]
         return [place for place in there if self._gradients[place].stride() == grads[place].stride()]  # type: ignore[union-attr]
 
-    def can_take(
-        self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool] | None, *, in_place: bool
-    ) -> bool:
+    def can_take(self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool] | None, *, in_place: bool) -> bool:
         """Return whether nobody else needs what is in this memory, when `grads` are sent in it: `pack` follows.
 
         Somebody does if a tensor uses it that is no gradient in its slot: an earlier gradient, a view, or the gradient
@@ -394,7 +393,7 @@ class BucketMemory:
                 elif place not in there:
                     targets.append(view)
                     sources.append(as_real(grad) if self._has_pairs else grad)
-        if self.factor != 1.0 and self.flat.nbytes > LARGE_BYTES * len(self._views):
+        if self.factor != 1.0 and self.flat.is_cpu and self.flat.nbytes > LARGE_BYTES * len(self._views):
             number = torch.tensor(self.factor, dtype=torch.float64, device="cpu")
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, number, out=target)

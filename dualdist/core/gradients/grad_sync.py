@@ -476,9 +476,7 @@ class GradSync(Combiner):
         known = set(map(id, self._tensors))
         for param in params:
             if id(param) not in known:
-                self.refuse(
-                    f"one of shape {tuple(param.shape)} was put into param_groups without add_param_group()"
-                )
+                self.refuse(f"one of shape {tuple(param.shape)} was put into param_groups without add_param_group()")
 
     def before_step(self) -> None:
         """Give zeros to parameters that no rank used, as Horovod does (horovod/torch/optimizer.py:177)."""
@@ -532,9 +530,7 @@ class ReleasedSync:
     def __init__(self, reducer: Reducer) -> None:
         self._options, layout = reducer.options, reducer.layout
         params = [(p.name, p.shape, p.tensor.stride(), p.dtype, p.device) for p in layout.params]
-        numbers = {
-            name: getattr(reducer, name) for name in ("_id", "_sparse", "_order", "_buckets_sent", "divisor")
-        }
+        numbers = {name: getattr(reducer, name) for name in ("_id", "_sparse", "_order", "_buckets_sent", "divisor")}
         self._packed = zlib.compress(pickle.dumps((params, layout.contributions, numbers)))
         self._hooks = reducer.hooks
         if self._hooks is not None and self._hooks.ends_within(0.0):

@@ -40,8 +40,7 @@ class Contributions:
 
     def __init__(self, buckets: Sequence[Bucket], sparse: Set[int]) -> None:
         expected = [
-            bytes(NEW | (SPARSE if slot.param in sparse else DENSE) for slot in bucket.slots)
-            for bucket in buckets
+            bytes(NEW | (SPARSE if slot.param in sparse else DENSE) for slot in bucket.slots) for bucket in buckets
         ]
         self._expected = b"".join(expected)
         """What a rank contributes that has all gradients; equal on all ranks."""
@@ -68,9 +67,7 @@ class Contributions:
             return kinds
         start = self._ends[place] - len(kinds)
         indices = self._indices[start : self._ends[place]]
-        return bytes(
-            NOTHING if index in self.left_out else kind for index, kind in zip(indices, kinds, strict=True)
-        )
+        return bytes(NOTHING if index in self.left_out else kind for index, kind in zip(indices, kinds, strict=True))
 
     def exchange(self, group: Group, kinds: bytes | None) -> None:
         """Combine the kinds of all members. Collective over `group`. kinds: of this rank; None: it has joined."""

@@ -524,9 +524,7 @@ class Reducer:
         mismatch = channel.ahead and channel.ahead.end_step_of_parts(call, channel, current().channels)
         with channel.observers.waiting_for_data():
             keep = not (wrong or mismatch)
-            hook_error = in_turn(
-                call, channel.receive, call, self._receive, channel, keep=keep, settled=not wrong
-            )
+            hook_error = in_turn(call, channel.receive, call, self._receive, channel, keep=keep, settled=not wrong)
         if mismatch:
             raise mismatch
         if changes:

@@ -59,8 +59,6 @@ def topology(places: Sequence[Place]) -> list[World]:
     for rank in range(len(places)):
         columns[local[rank][0]].append(rank)
     return [
-        World(
-            rank, len(places), *local[rank], columns[local[rank][0]].index(rank), len(columns[local[rank][0]])
-        )
+        World(rank, len(places), *local[rank], columns[local[rank][0]].index(rank), len(columns[local[rank][0]]))
         for rank in range(len(places))
     ]

@@ -99,14 +99,10 @@ def _is_set_by_another(candidate: _Candidate, found: list[_Candidate], env: Mapp
     return False
 
 
-def _disagreeing(
-    candidate: _Candidate, candidates: list[_Candidate], env: Mapping[str, str]
-) -> list[_Candidate]:
+def _disagreeing(candidate: _Candidate, candidates: list[_Candidate], env: Mapping[str, str]) -> list[_Candidate]:
     """Return the candidates that report other numbers and cannot have started `candidate`'s launcher."""
     allowed = (candidate.row.name, *candidate.row.inside)
-    return [
-        other for other in candidates if other.row.name not in allowed and not _agree(other, candidate, env)
-    ]
+    return [other for other in candidates if other.row.name not in allowed and not _agree(other, candidate, env)]
 
 
 def _agree(other: _Candidate, candidate: _Candidate, env: Mapping[str, str]) -> bool:
@@ -285,9 +281,7 @@ _ARGUMENTS = {"rank": "rank", "size": "world_size", "init_method": "init_method"
 """Field of Launch -> argument of `init`."""
 
 
-def launch_from(
-    given: Mapping[str, Any], env: Mapping[str, str], mpi_size: Callable[[], int] | None = None
-) -> Launch:
+def launch_from(given: Mapping[str, Any], env: Mapping[str, str], mpi_size: Callable[[], int] | None = None) -> Launch:
     """Return the launch that `env` describes, with the fields of Launch in `given` in their place (None: not given).
 
     mpi_size: as in `detect`.
@@ -340,9 +334,5 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         if not method.startswith(("tcp://", "file://", "env://")):
             raise wrong("init_method", "an address", method, fix)
     least = {"rank": 0, "size": 1}
-    numbers = {
-        field: integer(_ARGUMENTS[field], given[field], least=least[field])
-        for field in least
-        if field in given
-    }
+    numbers = {field: integer(_ARGUMENTS[field], given[field], least=least[field]) for field in least if field in given}
     return {**given, **numbers}

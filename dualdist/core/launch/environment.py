@@ -98,7 +98,5 @@ def number_in(
         number = math.nan
     is_number = 0 <= number <= most  # false for NaN
     if not is_number or (number == 0 and rule == "positive"):
-        raise ConfigurationError(
-            f"`{name}` must be a {rule}, finite number of {unit}, but is {text!r} instead."
-        )
+        raise ConfigurationError(f"`{name}` must be a {rule}, finite number of {unit}, but is {text!r} instead.")
     return number

@@ -303,14 +303,10 @@ def _check_optimizer(
         ) from None
     op = reduce_op(op)
     if op not in (Average, Sum, Adasum):
-        raise ValueError(
-            f"`op` must be Average, Sum or Adasum for an optimizer, but is {REDUCE_OP_NAMES[op]} instead."
-        )
+        raise ValueError(f"`op` must be Average, Sum or Adasum for an optimizer, but is {REDUCE_OP_NAMES[op]} instead.")
     factor = number("gradient_predivide_factor", gradient_predivide_factor)
     if factor != 1.0 and op != Average:
-        raise ValueError(
-            f"`gradient_predivide_factor` must be 1 unless `op` is Average, but is {factor} instead."
-        )
+        raise ValueError(f"`gradient_predivide_factor` must be 1 unless `op` is Average, but is {factor} instead.")
     if factor == 0:
         raise ValueError("`gradient_predivide_factor` must be a number to divide by, but is 0 instead.")
     return op, factor, checked_compression(compression)
@@ -355,9 +351,7 @@ def named_in(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tu
     """Return the optimizer's parameters with their names, in the optimizer's order. Raises ValueError as in Horovod."""
     own = [param for group in optimizer.param_groups for param in group["params"]]
     if named_parameters is None:
-        return [
-            entry for place in range(len(optimizer.param_groups)) for entry in _numbered(optimizer, place)
-        ]
+        return [entry for place in range(len(optimizer.param_groups)) for entry in _numbered(optimizer, place)]
     rule, fix = "a sequence of tuples (name, parameter)", "Pass model.named_parameters()."
     named = items("named_parameters", named_parameters, rule, fix)
     if any(not isinstance(entry, tuple) or len(entry) != 2 for entry in named):
@@ -368,9 +362,7 @@ def named_in(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tu
             raise wrong(f"named_parameters[{place}]", "a name and a parameter", name, fix)
     if len(set(names)) < len(names):
         repeated = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(
-            f"`named_parameters` must not repeat names, but has {', '.join(repeated)} more than once."
-        )
+        raise ValueError(f"`named_parameters` must not repeat names, but has {', '.join(repeated)} more than once.")
     name_of = {id(param): name for name, param in named}
     unnamed = [tuple(param.shape) for param in own if id(param) not in name_of]
     if unnamed:
@@ -396,9 +388,7 @@ def _grouped(groups: Any, num_groups: Any, params: Sequence[torch.Tensor]) -> li
         return None
     if isinstance(asked, int) and not isinstance(asked, bool):
         if asked <= 0:
-            raise ValueError(
-                f"`groups` must be a positive number or lists of parameters, but is {asked} instead."
-            )
+            raise ValueError(f"`groups` must be a positive number or lists of parameters, but is {asked} instead.")
         parts = torch.arange(len(params), device="cpu").tensor_split(max(1, min(asked, len(params))))
         return [part.tolist() for part in parts if len(part)]
     if not isinstance(asked, list | tuple) or any(not isinstance(group, list | tuple) for group in asked):

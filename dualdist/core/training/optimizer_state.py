@@ -250,9 +250,7 @@ def _placed(
     for key, value in given["state"].items():
         if key in owners:
             param, moves_step = owners[key]
-            state[param] = tree_map_with_path(
-                functools.partial(place, param=param, moves_step=moves_step), value
-            )
+            state[param] = tree_map_with_path(functools.partial(place, param=param, moves_step=moves_step), value)
         else:
             state[key] = tree_map_only(torch.Tensor, lambda leaf: moved(leaf, leaf.device), value)
     return state

@@ -95,12 +95,8 @@ class SynchronizedModule(torch.nn.Module):
         self._wrapped = {id(param): param for param in self.module.parameters()}
         self._record_parts()
 
-    def _combine_gradients(
-        self, named: Sequence[tuple[str, torch.nn.Parameter]], compares_late: bool
-    ) -> None:
-        options = SyncOptions(
-            Reduction(Average), process_set=self._process_set, kind=DATA_PARALLEL, **self._options
-        )
+    def _combine_gradients(self, named: Sequence[tuple[str, torch.nn.Parameter]], compares_late: bool) -> None:
+        options = SyncOptions(Reduction(Average), process_set=self._process_set, kind=DATA_PARALLEL, **self._options)
         self._combiner = GradSync(named, options, self, compares_late=compares_late)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -119,9 +115,7 @@ class SynchronizedModule(torch.nn.Module):
         if not self._combiner.enabled:
             return
         members = _members(self._parts)
-        is_changed = len(members) != len(self._recorded) or not all(
-            map(operator.is_, members, self._recorded)
-        )
+        is_changed = len(members) != len(self._recorded) or not all(map(operator.is_, members, self._recorded))
         if is_changed and not any(type(param) is torch.Tensor for param in self.module.parameters()):
             self._record_parts()
         if self.forward_sync_buffers and self.training and not self._is_alone():
@@ -210,8 +204,7 @@ def checked_module(module: Any, ignored: Collection[str]) -> list[tuple[str, tor
         )
     if any(other.kind is OPTIMIZER for other in combiners_of([param for _, param in named])):
         raise TypeError(
-            f"`module` must not have parameters of a {OPTIMIZER}, but does. Use either style, not both for "
-            "one model."
+            f"`module` must not have parameters of a {OPTIMIZER}, but does. Use either style, not both for one model."
         )
     if (batch_norm := extension("batch_norm")) is not None:
         batch_norm.check_layers(module.modules())

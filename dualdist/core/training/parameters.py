@@ -32,9 +32,7 @@ Parameters = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[t
 
 
 @not_compiled
-def broadcast_parameters(
-    params: Parameters, root_rank: int, process_set: ProcessSetLike = global_process_set
-) -> None:
+def broadcast_parameters(params: Parameters, root_rank: int, process_set: ProcessSetLike = global_process_set) -> None:
     """Overwrite `params` with those of rank `root_rank`, in place.
 
     Collective: every member of `process_set` must call it.
@@ -80,9 +78,7 @@ def plan_broadcast_parameters(
             )
         check_tensor(tensor, f"params[{name!r}]")
     tensors = [_unexpanded(tensor) for _, tensor in named]
-    described = [
-        (name, tuple(t.shape), dtype_name(t.dtype)) for (name, _), t in zip(named, tensors, strict=True)
-    ]
+    described = [(name, tuple(t.shape), dtype_name(t.dtype)) for (name, _), t in zip(named, tensors, strict=True)]
     call = make_call(
         BROADCAST_PARAMETERS,
         None,
@@ -118,13 +114,9 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
     if is_model or isinstance(params, str | bytes | torch.Tensor) or not isinstance(params, Iterable):
         raise wrong("params", rule, params, fix)
     entries = list(params)
-    named = [
-        entry if isinstance(entry, tuple) else (str(place), entry) for place, entry in enumerate(entries)
-    ]
+    named = [entry if isinstance(entry, tuple) else (str(place), entry) for place, entry in enumerate(entries)]
     if any(len(entry) != 2 or not isinstance(entry[0], str) for entry in named):
-        raise ValueError(
-            f"`params` must be {rule}, but has an entry that is no (name, tensor) instead. {fix}"
-        )
+        raise ValueError(f"`params` must be {rule}, but has an entry that is no (name, tensor) instead. {fix}")
     return named
 
 

@@ -227,9 +227,7 @@ def channel_of(process_set: ProcessSetLike) -> Channel:
     return channel
 
 
-def checked_process_set(
-    process_set: Any, name: str = "process_set", *, registered: bool = False
-) -> ProcessSet:
+def checked_process_set(process_set: Any, name: str = "process_set", *, registered: bool = False) -> ProcessSet:
     """Return the process set that the argument `name` means. registered: it must be in use.
 
     Collective over its members if it is a mesh dimension or a group of torch whose ranks have no process set yet.

@@ -31,9 +31,7 @@ def run_one(fault: Fault, folder: Path) -> tuple[list[str], Outcome]:
         return wrong, outcome
     resumed = dataclasses.replace(fault, kind="none")
     second = run_world(resumed, folder, 0.0)
-    return [f"resumed: {text}" for text in faults_of(resumed, second)], second if any(
-        second.codes
-    ) else outcome
+    return [f"resumed: {text}" for text in faults_of(resumed, second)], second if any(second.codes) else outcome
 
 
 PROGRAMS = 10

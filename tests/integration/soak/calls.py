@@ -59,9 +59,7 @@ def call_in_threads() -> None:
     def work(thread: int) -> None:
         for number in range(20):
             value = float((number + 1) * (thread + 1))
-            found = hvd.allreduce(
-                torch.full((700,), value), op=hvd.Sum, name=f"thread {thread} call {number}"
-            )
+            found = hvd.allreduce(torch.full((700,), value), op=hvd.Sum, name=f"thread {thread} call {number}")
             check(set(found.tolist()), {value * hvd.size()}, "allreduce in a thread")
 
     with ThreadPoolExecutor(2) as pool:

@@ -24,9 +24,7 @@ DEATHS = ("SIGKILL", "SIGTERM", "exception", "sys.exit")
 ENDINGS = (*DEATHS, "SIGSTOP")
 """Faults that end or stop one rank."""
 OTHERS = tuple(
-    "wrong arguments,fork,signal handler,damaged checkpoint,hostile connections,all killed,full disk,threads".split(
-        ","
-    )
+    "wrong arguments,fork,signal handler,damaged checkpoint,hostile connections,all killed,full disk,threads".split(",")
 )
 
 CUT, SLOW = LINKS = ("cut links", "slow links")

@@ -62,9 +62,7 @@ def faults_of(fault: Fault, outcome: Outcome) -> list[str]:
         kinds |= {kind for kind, _, _ in outcome.reports.values()}
         is_attacked = is_horovods and fault.kind == "hostile connections"
         if not is_attacked and (kinds != {"done"} or any(outcome.codes)):
-            wrong.append(
-                f"must train to the end, but {sorted(outcome.reports.values())}, codes {outcome.codes}"
-            )
+            wrong.append(f"must train to the end, but {sorted(outcome.reports.values())}, codes {outcome.codes}")
     if "preempted" in kinds and kinds - {"preempted", "done"}:
         wrong.append(f"must all be preempted, but {sorted(outcome.reports.values())}")
     if fault.world in DIRECT and fault.kind != "all killed":

@@ -19,9 +19,7 @@ def run_programs(seed: int) -> tuple[str, list[str]]:
     with started(*WORLDS[name]) as world:
         for run in (program, training):
             try:
-                found = {
-                    place for own in world.run(differences, run, range(first, first + COUNT)) for place in own
-                }
+                found = {place for own in world.run(differences, run, range(first, first + COUNT)) for place in own}
             except WorldFailure as error:
                 found = set()
                 wrong.append(str(error))

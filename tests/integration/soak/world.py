@@ -111,11 +111,7 @@ def _commands(fault: Fault, folder: Path) -> list[tuple[list[str], dict[str, str
     stalls = "12" if fault.world.startswith("horovod") else "60"
     is_stop, is_start = fault.kind in ("SIGSTOP", CUT), fault.place in (START, INIT)
     environment = {
-        **{
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("DUALDIST_", "HOROVOD_"))
-        },
+        **{name: value for name, value in os.environ.items() if not name.startswith(("DUALDIST_", "HOROVOD_"))},
         **fork_variables(),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
