@@ -69,7 +69,7 @@ class DistributedDataParallel(SynchronizedModule):
         init_sync: False leaves parameters and buffers as they are.
         process_group: the ranks that average: a ProcessSet, or a process group of torch. None: all ranks.
         device_mesh: a DeviceMesh with one dimension, instead of `process_group`.
-        bucket_cap_mb: how many MiB of gradients are sent at once. None: 25.
+        bucket_cap_mb: how many MiB of gradients are sent at once. None: 25, on a CPU 8.
         bucket_cap_mb_list: the same for each bucket, in the order of backward; the last number is repeated.
         delay_all_reduce_named_params, param_to_hook_all_reduce: accepted; these gradients are averaged like all others.
         mixed_precision: a torch.nn.parallel.distributed._MixedPrecision. Forward computes with parameters and inputs

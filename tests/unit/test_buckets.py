@@ -12,6 +12,7 @@ from dualdist.arrival_order import overlap
 from dualdist.core.gradients import bucket_memory
 from dualdist.core.gradients.bucket_memory import (
     BUCKET_BYTES,
+    CPU_BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     LAST_BUCKET_BYTES,
     Bucket,
@@ -41,10 +42,11 @@ def test_small_models_are_one_bucket_from_the_last_parameter_to_the_first() -> N
     assert bucket.numel == bucket.length == 18
 
 
-def test_the_first_bucket_is_small_and_the_others_large() -> None:
+@pytest.mark.parametrize(("device", "size"), [("meta", BUCKET_BYTES), ("cpu", CPU_BUCKET_BYTES)])
+def test_the_first_bucket_is_small_and_the_others_large(device: str, size: int) -> None:
     quarter = FIRST_BUCKET_BYTES // 4 // 4
-    per_bucket = BUCKET_BYTES // FIRST_BUCKET_BYTES * 4
-    tensors = params(*[(quarter,)] * (4 + per_bucket + 1))
+    per_bucket = size // FIRST_BUCKET_BYTES * 4
+    tensors = [torch.empty(quarter, device=device) for _ in range(4 + per_bucket + 1)]
     assert [len(bucket) for bucket in members(tensors)] == [4, per_bucket, 1]
     assert [index for bucket in members(tensors) for index in bucket] == list(range(len(tensors)))[::-1]
 
@@ -56,7 +58,7 @@ def test_a_large_last_bucket_is_split() -> None:
     assert [len(bucket) for bucket in members(tensors[:15])] == [4, 11]  # a bucket for less is not worth it
     embedding = params((LAST_BUCKET_BYTES,))  # 4 MB, complete when backward ends
     assert [len(bucket) for bucket in members([*embedding, *tensors])] == [4, 26, 1]
-    assert [len(bucket.slots) for bucket in lay_out(tensors, set(), None, small_last=False)] == [4, 26]
+    assert [len(bucket.slots) for bucket in lay_out(tensors, set(), None, as_ddp=True)] == [4, 26]
 
 
 def test_dtypes_do_not_share_a_bucket() -> None:
@@ -77,7 +79,7 @@ def test_buckets_follow_the_order_of_arrival() -> None:
     tracked = [TrackedParameter("", tensor) for tensor in [*half, *params((2,), dtype=torch.float16)]]
 
     def found(order: list[int], groups: list[list[int]] | None = None) -> list[list[int]]:
-        buckets = bucket_memory.lay_out(tracked, set(), groups, 0.5, order, small_last=False)
+        buckets = bucket_memory.lay_out(tracked, set(), groups, 0.5, order, as_ddp=True)
         return [[slot.param for slot in bucket.slots] for bucket in buckets]
 
     assert found([]) == [[4], [3], [2], [1], [0]]

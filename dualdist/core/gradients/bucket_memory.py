@@ -103,6 +103,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 """DDP's sizes (torch/nn/parallel/distributed.py): a small first bucket starts the network early in backward."""
+CPU_BUCKET_BYTES = 8 << 20
+"""Size of the others on a CPU. They are scaled in the cache, and between hosts more of their transfer is hidden."""
 LAST_BUCKET_BYTES = 1 << 20
 """Target size of the last bucket. It is sent when backward has ended: no computation hides its transfer."""
 
@@ -150,7 +152,7 @@ def lay_out(
     cap_mb: float | None = None,
     order: Sequence[int] = (),
     *,
-    small_last: bool = True,
+    as_ddp: bool = False,
 ) -> list[Bucket]:
     """Return buckets for `params` in the order in which backward is expected to complete them.
 
@@ -160,11 +162,10 @@ def lay_out(
     Args:
         sparse: indices of parameters whose gradients are sparse. A bucket has a slot without elements for each.
         groups: indices of parameters that must share a bucket; each other parameter has its own bucket.
-        cap_mb: size of a bucket in MiB; the first bucket, and usually the last, are smaller. None: DDP's sizes.
+        cap_mb: size of a bucket in MiB; the first bucket, and usually the last, are smaller. None: 25, on a CPU 8.
         order: in which gradients arrive, as indices of all parameters. (): the last parameter first.
-        small_last: whether a large last bucket is split, which DDP does not do. `groups` are never split.
+        as_ddp: with DDP's sizes also on a CPU, and a large last bucket is not split. `groups` are never split.
     """
-    cap = BUCKET_BYTES if cap_mb is None else int(cap_mb * 2**20)
     order = order or range(len(params))[::-1]
     arrival = {index: place for place, index in enumerate(order)}
     parts: list[list[int]] = []
@@ -174,8 +175,10 @@ def lay_out(
             parts += _by_dtype_and_device(params, sorted(whole, key=arrival.__getitem__))
     else:
         for same in _by_dtype_and_device(params, order):
-            parts += _by_size(params, same, cap)
-            if small_last:
+            on_cpu = params[same[0]].is_on_cpu and not as_ddp
+            default = CPU_BUCKET_BYTES if on_cpu else BUCKET_BYTES
+            parts += _by_size(params, same, default if cap_mb is None else int(cap_mb * 2**20))
+            if not as_ddp:
                 parts[-1:] = _split_at_end(params, parts[-1])
     return [_bucket(params, part, sparse) for part in sorted(parts, key=lambda part: arrival[part[-1]])]
 

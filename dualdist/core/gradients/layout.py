@@ -121,9 +121,9 @@ class Layout:
     def buckets_in(self, order: Sequence[int]) -> list[Bucket]:
         """Return the buckets if they follow this order of arrival."""
         options = self.options
-        small_last = options.comm_hook is None  # each call of a hook costs more than what the split hides
+        as_ddp = options.comm_hook is not None  # each call of a hook costs more than what smaller buckets hide
         sizes = options.groups, options.bucket_cap_mb
-        return lay_out(self.params, self._sparse, *sizes, order, small_last=small_last)
+        return lay_out(self.params, self._sparse, *sizes, order, as_ddp=as_ddp)
 
     def start_over(self) -> None:
         """Prepare for the next backward."""
