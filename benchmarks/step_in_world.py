@@ -13,7 +13,7 @@ time (user and system, all threads of rank 0) depends less on what else the mach
 host sends to other hosts (all interfaces but the loopback) do not depend on it at all. Each round has its own random
 order, because a step is slower after some contestants than after others. Each contestant has several models, because
 the steps of equal models in one process differ by up to 20 %, depending on where their memory is. All contestants
-gain from the limits of malloc that dualdist raises (core/gradients/bucket_memory.py), so with ResNets the ratios
+gain from the limits of malloc that dualdist raises (core/gradients/buckets.py), so with ResNets the ratios
 are higher than those of step.py. Needs real Horovod, unless --peers leaves it out.
 """
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .core import extensions
+from . import core
 
 __version__ = "0.1.0"
 
@@ -29,7 +29,7 @@ _HOME = {
 
 __all__ = tuple(sorted(_HOME))
 
-extensions.register(
+core.register(
     {
         "adasum": "dualdist.adasum",
         "arrival_order": "dualdist.arrival_order",

@@ -24,34 +24,38 @@ from .core.collectives.allreduce import (
     grouped_allreduce_async as grouped_allreduce_async,
     grouped_allreduce_async_ as grouped_allreduce_async_,
 )
-from .core.collectives.alltoall import (
-    alltoall as alltoall,
-    alltoall_async as alltoall_async,
-)
+from .core.collectives.alltoall import alltoall as alltoall, alltoall_async as alltoall_async
 from .core.collectives.broadcast import (
     broadcast as broadcast,
     broadcast_ as broadcast_,
     broadcast_async as broadcast_async,
     broadcast_async_ as broadcast_async_,
 )
-from .core.collectives.compression import Compression as Compression
-from .core.collectives.join import (
-    barrier as barrier,
-    join as join,
-)
-from .core.collectives.objects import (
-    allgather_object as allgather_object,
-    broadcast_object as broadcast_object,
-)
-from .core.collectives.plan import (
-    poll as poll,
-    synchronize as synchronize,
-)
+from .core.collectives.join import barrier as barrier, join as join
+from .core.collectives.objects import allgather_object as allgather_object, broadcast_object as broadcast_object
+from .core.collectives.plan import poll as poll, synchronize as synchronize
+from .core.collectives.reduction import Compression as Compression
 from .core.collectives.reducescatter import (
     grouped_reducescatter as grouped_reducescatter,
     grouped_reducescatter_async as grouped_reducescatter_async,
     reducescatter as reducescatter,
     reducescatter_async as reducescatter_async,
+)
+from .core.lifecycle import (
+    backend_name as backend_name,
+    cross_rank as cross_rank,
+    cross_size as cross_size,
+    device as device,
+    init as init,
+    is_homogeneous as is_homogeneous,
+    launch_info as launch_info,
+    launcher_name as launcher_name,
+    local_rank as local_rank,
+    local_size as local_size,
+    rank as rank,
+    shutdown as shutdown,
+    size as size,
+    transport_name as transport_name,
 )
 from .errors import (
     BackendUnavailableError as BackendUnavailableError,
@@ -81,15 +85,7 @@ from .built import (
 )
 from .comm_hooks import CommHookState as CommHookState
 from .replicas import check_replicas as check_replicas
-from .core.lifecycle import (
-    init as init,
-    shutdown as shutdown,
-)
-from .observation.world import (
-    report as report,
-    start_timeline as start_timeline,
-    stop_timeline as stop_timeline,
-)
+from .observation.world import report as report, start_timeline as start_timeline, stop_timeline as stop_timeline
 from .rooted_collectives import (
     gather as gather,
     gather_object as gather_object,
@@ -97,14 +93,8 @@ from .rooted_collectives import (
     scatter as scatter,
     scatter_object as scatter_object,
 )
-from .processes.function import (
-    run as run,
-    spawn as spawn,
-)
-from .samplers import (
-    DistributedSampler as DistributedSampler,
-    split_by_rank as split_by_rank,
-)
+from .processes.function import run as run, spawn as spawn
+from .samplers import DistributedSampler as DistributedSampler, split_by_rank as split_by_rank
 from .seeding import seed_everything as seed_everything
 from .sparse_allreduce import sparse_allreduce_async as sparse_allreduce_async
 from .sharding.meshes import device_mesh as device_mesh
@@ -124,26 +114,12 @@ from .core.types import (
     Product as Product,
     Sum as Sum,
 )
-from .core.world.context import is_initialized as is_initialized
-from .core.world.process_sets import (
+from .core.world import (
     ProcessSet as ProcessSet,
     add_process_set as add_process_set,
     global_process_set as global_process_set,
+    is_initialized as is_initialized,
     remove_process_set as remove_process_set,
-)
-from .core.world.ranks import (
-    backend_name as backend_name,
-    cross_rank as cross_rank,
-    cross_size as cross_size,
-    device as device,
-    is_homogeneous as is_homogeneous,
-    launch_info as launch_info,
-    launcher_name as launcher_name,
-    local_rank as local_rank,
-    local_size as local_size,
-    rank as rank,
-    size as size,
-    transport_name as transport_name,
 )
 
 __all__: tuple[str, ...]

@@ -14,10 +14,10 @@ import torch
 
 from .core.backends.base import Group
 from .core.collectives.allreduce import grouped_allreduce_
-from .core.collectives.compression import Compressor
+from .core.collectives.reduction import Compressor
 from .core.gradients.combiner import Combiner, alive
 from .core.types import Adasum
-from .core.world.process_sets import ProcessSet, channel_of
+from .core.world import ProcessSet, channel_of
 
 
 def check_size(size: int) -> None:

@@ -14,14 +14,14 @@ from torch._C import _current_graph_task_id
 
 from .core.compiling import not_compiled
 from .core.gradients import arrivals
-from .core.gradients.bucket_memory import Bucket
-from .core.gradients.layout import Layout
+from .core.gradients import buckets as core_buckets
+from .core.gradients.buckets import Bucket, Layout
 
 _MOVE_BYTES = 1 << 20
 """How much may wait on a CPU until it is moved to the buckets, see Reducer.mark_ready."""
 
 
-class ArrivalOrder(arrivals.ArrivalOrder):
+class ArrivalOrder(core_buckets.ArrivalOrder):
     """Also remembers the order of a complete backward, and when to move gradients to their buckets."""
 
     stops: Sequence[int] = ()

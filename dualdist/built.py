@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from .core.backends import TRANSPORTS, choose
 from .core.backends.base import Backend
-from .core.launch import detect
-from .core.launch.environment import without_copies
-from .core.world.context import current_or_inherited, is_initialized
+from .core.launch import detect, without_copies
+from .core.world import current_or_inherited, is_initialized
 
 
 def _facts() -> Mapping[str, bool | int]:

@@ -28,8 +28,8 @@ import torch
 from .core.agreement.channel import Channel
 from .core.backends.base import Work
 from .core.checks import wrong
-from .core.gradients.bucket_memory import Bucket
-from .core.process_exit import at_exit
+from .core.gradients.buckets import Bucket
+from .core.process import at_exit
 from .devices import streams
 from .devices.groups import abort_process_groups, keep_process_groups
 from .errors import HorovodInternalError

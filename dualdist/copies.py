@@ -19,7 +19,7 @@ RUN_ID = "TORCHELASTIC_RUN_ID"
 OF_LAUNCHER = "dualdist-"
 """The start of the run ID of `dualdist run` and `spawn`."""
 _PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-"""The variables of torchrun that detect.py and meeting/ read."""
+"""The variables of torchrun that core/launch/ and core/meeting/ read."""
 
 
 def torchrun_variables(world: World, nodes: Sequence[str], master: tuple[str, int]) -> dict[str, str]:

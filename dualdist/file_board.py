@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from .core.meeting.boards import PublishedBoard
+from .core.meeting import PublishedBoard
 from .core.types import Launch
 from .errors import ConfigurationError
 

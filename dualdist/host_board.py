@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-from .core.meeting.boards import ADVICE, Board, ServerAddress, find_launcher_process
+from .core.meeting import ADVICE, Board, ServerAddress, find_launcher_process
 from .core.meeting.server import MeetingServer
 from .core.types import Launch
 from .errors import ConfigurationError

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from .core.checks import instance, integer, number, wrong
-from .core.world.ranks import size
+from .core.lifecycle import size
 
 __all__ = ("scaled", "warmup")
 

@@ -15,14 +15,8 @@ from .core.collectives.allgather import allgather, grouped_allgather
 from .core.collectives.allreduce import allreduce, grouped_allreduce
 from .core.collectives.objects import ALLGATHER_OBJECT, on_all_ranks
 from .core.collectives.plan import check_rows, check_tensor
-from .core.world.process_sets import (
-    ProcessSetLike,
-    channel_of,
-    checked_process_set,
-    global_process_set,
-    reporting,
-)
-from .core.world.ranks import device
+from .core.lifecycle import device
+from .core.world import ProcessSetLike, channel_of, checked_process_set, global_process_set, reporting
 
 __all__ = ("ConfusionMatrix", "Mean", "Metric", "Sum", "compute", "gather_all_tensors", "gather_in_order")
 

@@ -16,10 +16,10 @@ from .core.checks import flag, integer, is_dtensor, shown_ranks, wrong
 from .core.collectives.allreduce import allreduce_
 from .core.collectives.objects import ALLGATHER_OBJECT, allgather_object
 from .core.compiling import not_compiled
-from .core.gradients.bucket_memory import TrackedParameter, as_real
+from .core.gradients.buckets import TrackedParameter, as_real
 from .core.gradients.combiner import SyncOptions
 from .core.types import Min
-from .core.world.process_sets import ProcessSetLike, channel_of, global_process_set, reporting
+from .core.world import ProcessSetLike, channel_of, global_process_set, reporting
 from .errors import ReplicaMismatchError
 
 # Warns when ranks start, or go on after join(), with different parameters or options, which training keeps.

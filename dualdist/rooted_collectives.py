@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .core.agreement.call import Kind
-from .core.agreement.matching import Verdict
+from .core.agreement.connections import Verdict
 from .core.backends.base import Group
 from .core.checks import items
 from .core.collectives.alltoall import check_splits, describe_rows
@@ -31,7 +31,7 @@ from .core.collectives.reduction import Reduction, reduce_tensors, scale_
 from .core.collectives.wire import alltoall_rows
 from .core.compiling import not_compiled
 from .core.types import Average, Op, Sum
-from .core.world.process_sets import ProcessSetLike, channel_of, global_process_set
+from .core.world import ProcessSetLike, channel_of, global_process_set
 
 REDUCE = Kind("reduce", "REDUCE")
 GATHER = Kind("gather", "GATHER")

@@ -18,11 +18,11 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
+from .core import extension
 from .core.checks import flag, instance, integer, mapping, wrong
-from .core.extensions import extension
-from .core.world.process_sets import ProcessSetLike, checked_process_set, global_process_set
-from .core.world.ranks import rank as own_rank
-from .core.world.ranks import size
+from .core.lifecycle import rank as own_rank
+from .core.lifecycle import size
+from .core.world import ProcessSetLike, checked_process_set, global_process_set
 
 __all__ = ("DealingSampler", "DistributedSampler", "DistributedSamplerWrapper", "split_by_rank")
 

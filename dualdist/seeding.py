@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .core.checks import integer
-from .core.world.ranks import rank, size
+from .core.lifecycle import rank, size
 
 __all__ = ("seed_everything", "worker_init_fn")
 

@@ -10,9 +10,9 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 
-from .core.launch.environment import secret_in
-from .core.meeting.addresses import LOOPBACK, candidates
-from .core.meeting.boards import Board, KnownBoard, ServerAddress
+from .core.launch import secret_in
+from .core.meeting import Board, KnownBoard, ServerAddress
+from .core.meeting.links import LOOPBACK, candidates
 
 _PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
 

@@ -16,7 +16,7 @@ from .core.collectives.reduction import reduce_op
 from .core.collectives.wire import allgather_rows
 from .core.compiling import not_compiled
 from .core.types import REDUCE_OP_NAMES, Average, Op, Sum
-from .core.world.process_sets import ProcessSetLike, global_process_set, reporting
+from .core.world import ProcessSetLike, global_process_set, reporting
 
 
 @not_compiled

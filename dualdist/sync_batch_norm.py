@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from .core.accelerator import checked_device, has_streams
 from .core.agreement.call import Kind
-from .core.agreement.matching import Verdict, payload_capacity
+from .core.agreement.connections import Verdict, payload_capacity
 from .core.backends.base import Group
 from .core.backends.torch_groups import world_group
 from .core.checks import flag, instance, integer, number, wrong
@@ -26,12 +26,12 @@ from .core.collectives.plan import make_call, refuse_fake_tensor_mode
 from .core.collectives.wire import dtype_name
 from .core.compiling import not_compiled
 from .core.types import Sum
-from .core.world.context import current
-from .core.world.process_sets import (
+from .core.world import (
     ProcessSet,
     ProcessSetLike,
     channel_of,
     checked_process_set,
+    current,
     global_process_set,
     reporting,
 )

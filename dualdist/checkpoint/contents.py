@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core import accelerator
+from ..core import accelerator, needed
 from ..core.checks import is_dtensor
 from ..core.collectives.objects import compact
-from ..core.extensions import needed
 from ..core.training.parallel import SynchronizedModule
 
 # Names of a module's tensors, with or without wrappers, and which saved tensors a module can load.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.collectives.objects import if_all_succeed
-from ..core.world.ranks import rank
+from ..core.lifecycle import rank
 from ..errors import CheckpointError, logger
 from .catalog import Catalog, CatalogEntry
 from .contents import check_state, collect, collect_own, on_host, to_portable

@@ -34,7 +34,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import torch
 
 from ..core.checks import path as checked_path
-from ..core.world.ranks import backend_name, size, transport_name
+from ..core.lifecycle import backend_name, size, transport_name
 from ..errors import CheckpointError, DamagedCheckpointError
 
 # Opens checkpoint files for reading. Only regular files: reading from a FIFO or a device may never end.

@@ -16,14 +16,14 @@ from typing import Any, cast
 
 import torch
 
+from ..core import needed
 from ..core.checks import flag, integer, number, wrong
 from ..core.checks import path as checked_path
 from ..core.collectives.allreduce import ALLREDUCE, allreduce
 from ..core.collectives.objects import ALLGATHER_OBJECT, on_all_ranks
-from ..core.extensions import needed
-from ..core.process_exit import at_exit
+from ..core.process import at_exit
 from ..core.types import Max
-from ..core.world.process_sets import reporting
+from ..core.world import reporting
 from ..errors import CheckpointError, DamagedCheckpointError, logger
 from ..rooted_collectives import GATHER_OBJECT
 from .catalog import Catalog, Find, this_job

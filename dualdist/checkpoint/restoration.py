@@ -19,8 +19,8 @@ import torch
 from ..core import accelerator
 from ..core.checks import mapping
 from ..core.collectives.objects import if_all_succeed
+from ..core.lifecycle import rank, size
 from ..core.training.optimizer_state import load_optimizer_state
-from ..core.world.ranks import rank, size
 from ..errors import CheckpointError, logger
 from .contents import (
     RANKS,

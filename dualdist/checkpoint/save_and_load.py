@@ -21,10 +21,9 @@ from ..core.collectives.objects import (
     if_all_succeed,
     on_all_ranks,
 )
+from ..core.lifecycle import rank, size
 from ..core.training.parallel import SynchronizedModule
-from ..core.world.context import current
-from ..core.world.process_sets import reporting
-from ..core.world.ranks import rank, size
+from ..core.world import current, reporting
 from ..errors import CheckpointError, DamagedCheckpointError, logger
 from ..rooted_collectives import gather_object
 from .catalog import CatalogEntry, Find

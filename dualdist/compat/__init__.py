@@ -60,6 +60,9 @@ def export_launch(env: MutableMapping[str, str]) -> None:
 
 _COMMON, _TORCH, _ELASTIC = "dualdist.compat.common", "dualdist.compat.torch", "dualdist.compat.elastic"
 _API = ("dualdist", f"{_COMMON}:init")
+_PROCESS_SETS = tuple(
+    f"dualdist:{name}" for name in ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set")
+)
 
 MODULES: dict[str, tuple[str, ...]] = {
     "horovod": ("dualdist:run", "dualdist.compat:__version__"),
@@ -67,7 +70,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.common.basics": (_COMMON,),
     "horovod.common.elastic": ("dualdist.elastic", _ELASTIC, f"{_COMMON}:HorovodInternalError"),
     "horovod.common.exceptions": (_COMMON,),
-    "horovod.common.process_sets": ("dualdist.core.world.process_sets",),
+    "horovod.common.process_sets": _PROCESS_SETS,
     "horovod.common.util": (_COMMON,),
     "horovod.data": ("dualdist.compat.data",),
     "horovod.data.data_loader_base": ("dualdist.compat.data",),
@@ -77,7 +80,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.torch": (*_API, _TORCH, f"{_COMMON}:check_extension"),
     "horovod.torch.compression": (
         "dualdist:Compression",
-        "dualdist.core.collectives.compression:Compressor",
+        "dualdist.core.collectives.reduction:Compressor",
         f"{_TORCH}:FP16Compressor",
         f"{_TORCH}:NoneCompressor",
     ),

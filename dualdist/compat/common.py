@@ -20,9 +20,8 @@ from torch.torch_version import TorchVersion
 import dualdist
 
 from ..copies import add_copies
-from ..core.launch.environment import temporary_environment
-from ..core.world.context import Context, current, current_or_inherited
-from ..core.world.process_sets import ProcessSet
+from ..core.launch import temporary_environment
+from ..core.world import Context, ProcessSet, current, current_or_inherited
 from ..elastic import HostsUpdatedInterrupt
 from ..errors import HorovodInternalError
 from ..horovod import horovod_variables

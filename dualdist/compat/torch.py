@@ -16,11 +16,11 @@ import torch
 
 import dualdist
 
-from ..core.collectives.compression import Compression, Compressor
+from ..core.collectives.reduction import Compression, Compressor
 from ..core.gradients.grad_sync import GradSync
 from ..core.training.optimizer import SynchronizedOptimizer, named_in, subclass_of
 from ..core.types import Adasum, Op
-from ..core.world.process_sets import ProcessSet
+from ..core.world import ProcessSet
 from ..sync_batch_norm import SyncBatchNorm
 
 __all__ = (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .checks import converted
-from .executor import in_time
+from .process import in_time
 
 
 class _DeviceModule:

@@ -1,4 +1,7 @@
-"""init and shutdown: joining a world, comparing it with what was launched, and leaving it."""
+"""init and shutdown: joining a world, comparing it with what was launched, and leaving it; and what scripts ask of it.
+
+These are Horovod's six numbers of this process, and the names of its backend, transport and launcher.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,30 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from ..errors import ConfigurationError, WorldMismatchError, logger
-from . import accelerator
+from . import accelerator, extension, needed
 from .backends import choose
 from .backends.base import Backend
 from .checks import configuration, integer, items, number, text, wrong
-from .extensions import extension, needed
-from .launch import launch_from, nodes, topology
-from .launch.environment import read_settings, without_copies
-from .meeting.addresses import own_node
+from .launch import detect, launch_from, nodes, read_settings, topology, without_copies
+from .meeting.links import own_node
 from .meeting.server import reserved_port
 from .types import NEVER_SECONDS, Launch, Settings
-from .world.context import Context, current, enter_world, is_forked, is_initialized, leave_world
-from .world.process_sets import ProcessSet, forget_world, is_communicator, register_world
+from .world import (
+    Context,
+    ProcessSet,
+    current,
+    current_or_inherited,
+    enter_world,
+    forget_world,
+    is_communicator,
+    is_forked,
+    is_initialized,
+    leave_world,
+    register_world,
+)
 
 _joining = threading.RLock()
 """Held by the thread that joins the world. Another one that calls init() meanwhile finds the world joined."""
@@ -103,7 +117,7 @@ def init(
 def _checked(comm: Any, process_sets: Any, backend: Any, transport: Any) -> tuple[Any, list[Any]]:
     """Return `comm`, a list of ranks as a list, and the process sets to register.
 
-    Raises TypeError or ValueError for an argument that no world accepts. core/launch/detect.py checks the others.
+    Raises TypeError or ValueError for an argument that no world accepts. core/launch/__init__.py checks the others.
     """
     rule, fix = "a communicator, a list of ranks or None", "Pass a list of ranks or an mpi4py communicator."
     if isinstance(comm, str):
@@ -220,3 +234,79 @@ def shutdown() -> None:
     if not is_forked():
         forget_world()
         leave_world()
+
+
+def rank() -> int:
+    """Return the rank of this process in the world, from 0. Local. Raises NotInitializedError before `init()`."""
+    return current_or_inherited().world.rank
+
+
+def size() -> int:
+    """Return the number of processes in the world. Local. Raises NotInitializedError before `init()`."""
+    return current_or_inherited().world.size
+
+
+def local_rank() -> int:
+    """Return the rank of this process on its node, from 0. Local. Raises NotInitializedError before `init()`."""
+    return current_or_inherited().world.local_rank
+
+
+def local_size() -> int:
+    """Return the number of processes on this node. Local. Raises NotInitializedError before `init()`."""
+    return current_or_inherited().world.local_size
+
+
+def cross_rank() -> int:
+    """Return the index among processes of this local rank. Local. Raises NotInitializedError before `init()`."""
+    return current_or_inherited().world.cross_rank
+
+
+def cross_size() -> int:
+    """Return the number of processes of this local rank. Local. Raises NotInitializedError before `init()`."""
+    return current_or_inherited().world.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Return whether all nodes run equally many processes. Local. Raises NotInitializedError before `init()`."""
+    world = current_or_inherited().world
+    return world.local_size * world.cross_size == world.size
+
+
+def backend_name() -> str:
+    """Return which backend runs: "torch", "horovod" or "local". Local. Raises NotInitializedError before `init()`."""
+    return current_or_inherited().backend.name
+
+
+def transport_name() -> str:
+    """Return what transfers the data: "nccl", "xccl", "hccl", "cncl", "gloo", "mpi" or "local". Local.
+
+    Raises NotInitializedError before `init()`.
+    """
+    return current_or_inherited().backend.transport
+
+
+def launcher_name() -> str:
+    """Return what started this process, such as "torchrun". Local. Raises NotInitializedError before `init()`."""
+    return current_or_inherited().launch.launcher
+
+
+def launch_info() -> Launch:
+    """Return what the launcher's environment variables say about this process. Local. It works before `init()`.
+
+    Raises ConfigurationError if the variables contradict each other.
+    """
+    return detect(os.environ)
+
+
+# The device on which this process trains.
+
+
+def device() -> torch.device:
+    """Return the accelerator of this process, such as cuda:1; the CPU if it sees none. Local.
+
+    `init` chooses it: the device to which the transport is bound, else the visible device with the local rank's number.
+    A process that sees one device takes that one.
+
+    Raises NotInitializedError before `init()` on a machine with an accelerator.
+    """
+    return current_or_inherited().device if accelerator.kind() else torch.device("cpu")

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from ..core.agreement.call import Call
 from ..core.agreement.channel import Channel
+from ..core.agreement.connections import Execute, Verdict
 from ..core.agreement.guard import OutOfStepError, in_turn
-from ..core.agreement.matching import Execute, Verdict
 from ..core.backends.base import Group
 from ..errors import CollectiveMismatchError
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..core import accelerator
 from ..core.backends import needs_gpus
 from ..core.launch import Place
-from ..core.meeting.addresses import shown_host
+from ..core.meeting.links import shown_host
 from ..errors import ConfigurationError, logger
 
 _VISIBLE = (

@@ -34,8 +34,7 @@ from ..core.backends.torch_groups import (
     config_text,
     wrapped,
 )
-from ..core.executor import in_thread
-from ..core.process_exit import never_delete, skip_destructors_at_exit
+from ..core.process import in_thread, never_delete, skip_destructors_at_exit
 from ..errors import HorovodInternalError
 
 _MARGIN = timedelta(seconds=30)

@@ -19,9 +19,9 @@ from ..core import accelerator
 from ..core.accelerator import torch_accelerator
 from ..core.agreement.call import Call
 from ..core.agreement.channel import Channel
-from ..core.agreement.matching import Execute, Verdict
+from ..core.agreement.connections import Execute, Verdict
 from ..core.backends.base import Group
-from ..core.executor import Patience, in_thread, wait_for
+from ..core.process import Patience, in_thread, wait_for
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ import torch
 
 from ..core import accelerator
 from ..core.backends.base import Group, Work
-from ..core.executor import Patience, Worker, wait_for
-from ..core.gradients.bucket_memory import BucketMemory
+from ..core.gradients.buckets import BucketMemory
+from ..core.process import Patience, Worker, wait_for
 from . import streams
 
 

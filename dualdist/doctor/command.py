@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from .. import __version__
 from ..core.backends import BACKENDS, DISTRIBUTED_BACKENDS, TRANSPORTS, choose, load, needs_gpus
 from ..core.launch import LAUNCHERS, detect
-from ..core.meeting.addresses import INTERFACE, LOOPBACK, addresses, candidates
+from ..core.meeting.links import INTERFACE, LOOPBACK, addresses, candidates
 from ..core.types import Launch
 from ..errors import ConfigurationError
 from ..processes.variables import mpirun_command, without_launchers

@@ -24,11 +24,10 @@ import torch
 
 from ..core import accelerator
 from ..core.backends import choose
-from ..core.backends.store import meet
+from ..core.backends.torch_groups import meet
 from ..core.checks import shown_ranks
-from ..core.launch import detect
-from ..core.launch.environment import read_settings
-from ..core.meeting.addresses import Gather, find_addresses, interface_of, own_node
+from ..core.launch import detect, read_settings
+from ..core.meeting.links import Gather, find_addresses, interface_of, own_node
 from ..core.types import Launch
 from ..devices.choice import NO_NVLINK, DeviceView, choose_devices, confined_hosts, shared_devices, visible
 from ..errors import ConfigurationError

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from ..core.meeting.addresses import Gather
+from ..core.meeting.links import Gather
 from ..core.meeting.server import connected
 
 

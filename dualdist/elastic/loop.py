@@ -21,10 +21,9 @@ from ..core import checks
 from ..core.agreement.connections import Connections
 from ..core.collectives.objects import on_all_ranks
 from ..core.launch import ELASTIC_DIR
-from ..core.lifecycle import init, shutdown
-from ..core.meeting.boards import LauncherProcess, find_launcher_process
-from ..core.world.context import current
-from ..core.world.ranks import rank
+from ..core.lifecycle import init, rank, shutdown
+from ..core.meeting import LauncherProcess, find_launcher_process
+from ..core.world import current
 from ..errors import CheckpointError, ConfigurationError, HorovodInternalError, HostsUpdatedInterrupt, logger
 from .state import ObjectState, State, commits_made
 

@@ -25,10 +25,10 @@ from ..checkpoint.for_elastic import Commits, is_collective, is_per_rank, is_sta
 from ..core import accelerator, checks
 from ..core.checks import flag, instance, integer, mapping
 from ..core.collectives.objects import BROADCAST_OBJECT, broadcast_object, if_all_succeed
+from ..core.lifecycle import rank
 from ..core.training.optimizer_state import broadcast_optimizer_state, load_optimizer_state
 from ..core.training.parameters import broadcast_parameters, is_extra_state
-from ..core.world.process_sets import reporting
-from ..core.world.ranks import rank
+from ..core.world import reporting
 from ..errors import HostsUpdatedInterrupt, logger
 from ..samplers import DealingSampler, checked_epoch
 

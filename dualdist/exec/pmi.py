@@ -19,10 +19,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from ..core.executor import in_time
-from ..core.meeting.addresses import LOOPBACK
-from ..core.meeting.boards import PublishedBoard
+from ..core.meeting import PublishedBoard
+from ..core.meeting.links import LOOPBACK
 from ..core.meeting.server import connected
+from ..core.process import in_time
 from ..core.types import Launch
 from ..errors import ConfigurationError
 from . import pmi_relay

@@ -25,25 +25,24 @@ import torch
 import torch.distributed as dist
 
 from ..copies import names_of_copies
-from ..core import accelerator, process_exit
+from ..core import accelerator, needed, process
 from ..core.backends import needs_gpus
 from ..core.backends.base import Backend, Exchange, Group
-from ..core.backends.store import SharedStore, meet, open_store
 from ..core.backends.torch_groups import (
+    SharedStore,
     TorchGroups,
     allow_open_files,
     config_of,
     gloo_interface,
+    meet,
     new_default_group,
     new_torch_groups,
+    open_store,
 )
-from ..core.executor import Patience, in_thread, wait_for
-from ..core.extensions import needed
-from ..core.launch import Place, nodes, topology
-from ..core.launch.environment import temporary_environment
-from ..core.meeting.addresses import LOOPBACK, check_interfaces, interface_of, own_node
-from ..core.meeting.boards import PublishedBoard
-from ..core.meeting.member import Meeting
+from ..core.launch import Place, nodes, temporary_environment, topology
+from ..core.meeting import Meeting, PublishedBoard
+from ..core.meeting.links import LOOPBACK, check_interfaces, interface_of, own_node
+from ..core.process import Patience, in_thread, wait_for
 from ..core.types import Launch, Settings
 from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
 from . import horovod_variables, horovods_version, real_horovod
@@ -505,7 +504,7 @@ class HorovodBackend(Backend):
         if not self._is_stuck and not stuck.is_set():
             report_before_abort(None)
             # An elastic job starts Horovod again, for which its shutdown must end: at the latest, at Gloo's timeout.
-            limits = process_exit.world_has_failed and (process_exit.has_failed() or not self._elastic)
+            limits = process.world_has_failed and (process.has_failed() or not self._elastic)
             (shut_down_in_time if limits else hvd.shutdown)()
         if self._rendezvous is not None:
             self._rendezvous.close()

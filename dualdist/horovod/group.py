@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..core.backends.base import CombinedWork, Group, Work
-from ..core.executor import Patience, in_time
-from ..core.process_exit import skip_destructors_at_exit
+from ..core.process import Patience, in_time, skip_destructors_at_exit
 from ..errors import BackendUnavailableError, HorovodInternalError, StallError
 from ..mpi import meeting as mpi
 from ..mpi.meeting import missing_on_host, waited

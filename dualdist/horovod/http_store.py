@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from ..core.meeting.boards import PublishedBoard
+from ..core.meeting import PublishedBoard
 from ..core.types import Launch, World
 
 _LONGEST_VALUE, _MOST_BYTES = 1 << 20, 64 << 20

@@ -12,12 +12,11 @@ from typing import Any
 
 from ..core.backends.base import Group
 from ..core.launch import launch_from
-from ..core.meeting.addresses import find_addresses
-from ..core.meeting.member import Meeting
+from ..core.meeting import Meeting
+from ..core.meeting.links import find_addresses
 from ..core.meeting.server import reserved_port
 from ..core.types import Launch
-from ..core.world.context import current
-from ..core.world.process_sets import is_communicator
+from ..core.world import current, is_communicator
 from ..errors import ConfigurationError
 from .meeting import MpiBoard, ending_late_calls, library, limited_start, world_size
 

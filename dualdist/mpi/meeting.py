@@ -21,14 +21,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
-from ..core import process_exit
+from ..core import needed, process
 from ..core.checks import shown_ranks
-from ..core.executor import in_time
-from ..core.extensions import needed
 from ..core.launch import is_one_host
-from ..core.meeting.boards import ADVICE, PublishedBoard, process_status, rising
+from ..core.meeting import ADVICE, PublishedBoard, process_status, rising
 from ..core.meeting.server import listener_at, own_peer
-from ..core.process_exit import at_exit
+from ..core.process import at_exit, in_time
 from ..core.types import Launch
 from ..errors import logger
 
@@ -166,14 +164,14 @@ def _finalize_unless_failed(library: Any) -> None:
     def finalize() -> None:
         if is_failing() or library.Is_finalized():
             return
-        if not (process_exit.world_has_failed or has_unfinished):
+        if not (process.world_has_failed or has_unfinished):
             library.Finalize()
             return
         try:
             # mpi4py's own function holds Python's global lock meanwhile.
             in_time(getattr(ctypes.CDLL(library.__file__), "MPI_Finalize", library.Finalize), _LAST_SECONDS)
         except TimeoutError:  # a rank has stopped; without the end of MPI, mpirun ends the job
-            process_exit.skip_destructors_at_exit()
+            process.skip_destructors_at_exit()
 
     at_exit(finalize)
 

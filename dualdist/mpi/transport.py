@@ -24,9 +24,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from ..core.backends.store import open_store
+from ..core.backends.torch_groups import open_store
 from ..core.launch import detect
-from ..core.meeting.member import Meeting
+from ..core.meeting import Meeting
 from ..core.types import Launch
 from ..errors import BackendUnavailableError
 from . import meeting as mpi

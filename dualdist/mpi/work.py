@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.compiling import not_compiled
-from ..core.executor import Worker, in_thread
+from ..core.process import Worker, in_thread
 from . import meeting as mpi
 from .communicator import Operation
 

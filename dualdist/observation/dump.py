@@ -27,7 +27,7 @@ from typing import Any
 
 from ..core.agreement.call import LONGEST_TEXT, Record, is_internal
 from ..core.agreement.guard import GAVE_UP
-from ..core.executor import in_thread
+from ..core.process import in_thread
 from ..errors import logger
 from .survey import ASKED, StallWatch
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.meeting.addresses import own_node
-from ..core.meeting.boards import process_status
+from ..core.meeting import process_status
+from ..core.meeting.links import own_node
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _TOKEN_BYTES = 16

@@ -39,10 +39,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..core.agreement.call import LONGEST_TEXT, Call, Record
-from ..core.agreement.guard import GAVE_UP
-from ..core.agreement.observers import Observer, Pending
+from ..core.agreement.guard import GAVE_UP, Observer, Pending
 from ..core.checks import shown_ranks
-from ..core.launch.environment import number_in
+from ..core.launch import number_in
 from ..core.types import Settings
 from ..errors import HorovodInternalError, StallError, logger
 from .report import Report, combined, lines, shares

@@ -26,9 +26,9 @@ import torch
 from torch.autograd.profiler import record_function
 
 from ..core.agreement.call import Call, Data, Record
-from ..core.agreement.observers import Observer
+from ..core.agreement.guard import Observer
 from ..core.backends.base import Backend, Work
-from ..core.launch.environment import is_on
+from ..core.launch import is_on
 from ..errors import ConfigurationError, logger
 
 # A Chrome trace on disk, which is valid JSON after every write.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..core.agreement.call import Record
-from ..core.agreement.observers import Observer
+from ..core.agreement.guard import Observer
 from ..core.backends.base import Work
 from .report import Report, shares
 

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.agreement.observers import Observation, Observer, Pending
+from ..core.agreement.guard import Observation, Observer, Pending
 from ..core.backends.base import Backend
 from ..core.checks import flag, path
 from ..core.collectives.objects import allgather_object
-from ..core.launch.environment import is_on
-from ..core.meeting.addresses import own_node
+from ..core.launch import is_on
+from ..core.meeting.links import own_node
 from ..core.types import Settings
-from ..core.world.context import current
+from ..core.world import current
 from ..errors import logger
 from .dump import Dump
 from .report import combined, write

@@ -39,7 +39,7 @@ from ..compat import install
 from ..compat.__main__ import run
 from ..core.backends import HOROVOD_BACKENDS
 from ..core.collectives.wire import dtype_name
-from ..core.launch.detect import detect
+from ..core.launch import detect
 from .records import WIDTH
 
 _LEAVE_SECONDS = 30

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..core.executor import in_thread
+from ..core.process import in_thread
 from ..errors import ConfigurationError
 from . import agent
 from .agent import ENDED, ENDING_SIGNALS, HEADER, INPUT, LOST, PASSED_SIGNALS, RESULT, STDERR, STDOUT

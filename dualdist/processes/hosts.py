@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.backends import TRANSPORTS, transport_named
-from ..core.meeting.addresses import INTERFACE, candidates, own_address
+from ..core.meeting.links import INTERFACE, candidates, own_address
 from ..errors import ConfigurationError
 from ..slurm import host_names, node_address, node_counts, numbers_in
 from . import relay

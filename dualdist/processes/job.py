@@ -21,10 +21,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..copies import OF_LAUNCHER, agent_variables, torchrun_variables
+from ..core import extension, needed
 from ..core.checks import wrong
-from ..core.extensions import extension, needed
 from ..core.launch import DUALDIST_RUN, topology
-from ..core.meeting.addresses import INTERFACE, LOOPBACK, interface_of
+from ..core.meeting.links import INTERFACE, LOOPBACK, interface_of
 from ..core.meeting.server import MeetingServer, reserved_port
 from ..core.types import World
 from ..errors import ConfigurationError

@@ -19,7 +19,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import IO
 
-from ..core.executor import in_thread
+from ..core.process import in_thread
 from ..errors import ConfigurationError
 
 # Writes to one open file in a thread of its own, because a write blocks while nobody reads from a pipe or terminal.

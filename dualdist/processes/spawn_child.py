@@ -32,7 +32,7 @@ def main(task: int, result: int) -> None:
             raise
         message = (RETURNED, time.monotonic(), pickle.dumps(None))
     except BaseException as error:
-        if (ending := sys.modules.get("dualdist.core.process_exit")) is not None:
+        if (ending := sys.modules.get("dualdist.core.process")) is not None:
             ending.record_failure(error)
         _send(result, (RAISED, time.monotonic(), (_pickled(error), _traceback(error))))
         sys.exit(1)

@@ -13,9 +13,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from ..copies import COPIES, add_copies
-from ..core.launch.environment import SECRET, secret_in, without_copies
+from ..core.launch import SECRET, secret_in, without_copies
 from ..core.launch.launchers import LAUNCHERS, NUMBERS
-from ..core.meeting.boards import KnownBoard, ServerAddress
+from ..core.meeting import KnownBoard, ServerAddress
 from ..core.types import World
 from ..errors import ConfigurationError
 from ..site_launcher import NAMED_BY
@@ -47,7 +47,7 @@ def exportable(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def process_variables(launcher: str, world: World, rendezvous: str, secret: bytes) -> dict[str, str]:
-    """Return the variables that give one process its place in the job. detect.py and meeting/ read them."""
+    """Return the variables that give one process its place in the job. core/launch/ and core/meeting/ read them."""
     return {
         "DUALDIST_LAUNCHER": launcher,
         **{f"DUALDIST_{name.upper()}": str(getattr(world, name)) for name in NUMBERS},

@@ -37,7 +37,7 @@ from ..checkpoint.save_and_load import from_writer, outcomes, reported
 from ..core.checks import path as checked_path
 from ..core.collectives.objects import attempted
 from ..core.training.optimizer_state import load_optimizer_state
-from ..core.world.context import current
+from ..core.world import current
 from ..errors import CheckpointError, ConfigurationError, HorovodInternalError, logger
 
 try:

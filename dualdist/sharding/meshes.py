@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..core.agreement.call import Data, Kind
-from ..core.agreement.matching import Verdict
+from ..core.agreement.connections import Verdict
 from ..core.backends.base import Group
 from ..core.backends.torch_groups import adopted_config, world_group, wrapped
 from ..core.checks import integer, items, text
 from ..core.collectives.plan import Plan, make_call, planned
-from ..core.world.context import current
-from ..core.world.process_sets import ProcessSet, channel_of, global_process_set
+from ..core.world import ProcessSet, channel_of, current, global_process_set
 
 DEVICE_MESH = Kind("device_mesh", "DEVICE_MESH", Data.NONE)
 

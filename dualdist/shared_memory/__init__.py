@@ -20,7 +20,7 @@ import torch
 
 from ..core.backends.base import Exchange, Group, Work, plain
 from ..core.backends.torch_groups import connected
-from ..core.launch.environment import is_on
+from ..core.launch import is_on
 from ..core.meeting.links import Address, Listener
 from ..errors import HorovodInternalError, logger
 from .collectives import CollectiveQueue, CollectiveSteps, Rounds

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ..core.backends.base import Work
-from ..core.executor import Worker
+from ..core.process import Worker
 from ..core.types import Max, Min, Product, Sum
 from ..errors import HorovodInternalError, StallError
 from .mesh import Memory, Mesh

@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from ..core.accelerator import checked_device
 from ..core.checks import flag, instance, items, number, wrong
-from ..core.world.context import current
-from ..core.world.process_sets import ProcessSet, checked_process_set, global_process_set
+from ..core.world import ProcessSet, checked_process_set, current, global_process_set
 
 
 def set_of_group_or_mesh(process_group: Any, device_mesh: Any) -> ProcessSet:

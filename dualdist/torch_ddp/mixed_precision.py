@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..core.checks import wrong
-from ..core.collectives.compression import Compression, Compressor
+from ..core.collectives.reduction import Compression, Compressor
 from ..core.compiling import not_compiled
 
 _COMPRESSION: dict[torch.dtype | None, type[Compressor]] = {

@@ -17,19 +17,19 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.utils._pytree import tree_map_only
 
+from ..core import needed
 from ..core.backends.torch_groups import world_group
 from ..core.checks import flag, number, wrong
 from ..core.collectives.allreduce import allreduce
 from ..core.collectives.join import join
 from ..core.compiling import CAN_SPLIT_GRAPHS, not_compiled
-from ..core.extensions import needed
-from ..core.gradients.bucket_memory import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from ..core.gradients.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ..core.gradients.combiner import Combiner
 from ..core.gradients.grad_sync import GradSync
+from ..core.lifecycle import rank, size
 from ..core.training.parallel import DATA_PARALLEL, SynchronizedModule, checked_module
 from ..core.types import Max, Sum
-from ..core.world.process_sets import global_process_set, reporting
-from ..core.world.ranks import rank, size
+from ..core.world import global_process_set, reporting
 from .arguments import (
     bucket_groups,
     check_delayed,

@@ -21,8 +21,8 @@ import dualdist as hvd
 from dualdist import sync_batch_norm
 from dualdist.core.agreement.channel import Channel
 from dualdist.core.backends.base import Group, Work
-from dualdist.core.collectives.compression import Compressor
-from dualdist.core.world.context import current
+from dualdist.core.collectives.reduction import Compressor
+from dualdist.core.world import current
 from dualdist.devices.ahead import Ahead
 
 from ..helpers.exchanges import exchanges

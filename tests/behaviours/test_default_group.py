@@ -14,8 +14,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import dualdist as hvd
-from dualdist.core.launch import detect
-from dualdist.core.launch.environment import without_copies
+from dualdist.core.launch import detect, without_copies
 
 from ..helpers.rejoining import outside_world
 from ..helpers.styles import step

@@ -99,7 +99,7 @@ def test_a_dimension_is_a_process_set() -> None:
 
 @everywhere
 def test_a_dimension_becomes_a_process_set_once() -> None:
-    from dualdist.core.world.context import current
+    from dualdist.core.world import current
 
     mesh = all_in_last()
     hvd.barrier(process_set=mesh["replicate"])

@@ -13,8 +13,7 @@ from torch import nn
 
 import dualdist as hvd
 from dualdist.core.backends.base import Group, Work
-from dualdist.core.world.context import current
-from dualdist.core.world.process_sets import channel_of
+from dualdist.core.world import channel_of, current
 
 from ..helpers.files import wait_for
 from ..helpers.ranks import check_next_calls_work

@@ -11,7 +11,7 @@ from torch import nn
 
 import dualdist as hvd
 from dualdist.core.backends.base import Group
-from dualdist.core.world.context import current
+from dualdist.core.world import current
 
 from ..helpers.exchanges import reductions
 from ..helpers.styles import sgd

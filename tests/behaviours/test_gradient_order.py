@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dualdist as hvd
-from dualdist.core.collectives.compression import Compressor
+from dualdist.core.collectives.reduction import Compressor
 
 from ..helpers.ranks import check_next_calls_work
 from ..helpers.rejoining import rejoin

@@ -19,7 +19,7 @@ import torch
 
 import dualdist as hvd
 from dualdist.cli import main
-from dualdist.core.world.context import current
+from dualdist.core.world import current
 
 from ..helpers import world as world_module
 from ..helpers.files import wait_for

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import dualdist as hvd
-from dualdist.core.collectives.compression import Compressor
+from dualdist.core.collectives.reduction import Compressor
 from dualdist.core.gradients import arrivals
 
 from ..helpers.ranks import check_next_calls_work

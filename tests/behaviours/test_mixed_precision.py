@@ -13,7 +13,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import dualdist as hvd
-from dualdist.core.world.context import current
+from dualdist.core.world import current
 
 from ..helpers.world import everywhere
 from .test_gradient_dtypes import sent

@@ -18,8 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import dualdist as hvd
 from dualdist.core.backends.base import Work
-from dualdist.core.collectives.compression import Compressor
-from dualdist.core.world.context import current
+from dualdist.core.collectives.reduction import Compressor
+from dualdist.core.world import current
 
 from ..helpers.ranks import check_next_calls_work, mean
 from ..helpers.styles import distributed, sgd, step

@@ -17,7 +17,7 @@ import torch
 import dualdist as hvd
 from dualdist.checkpoint import load, save
 from dualdist.core.training import optimizer_state, parameters
-from dualdist.core.world.context import current
+from dualdist.core.world import current
 from dualdist.elastic import TorchState
 
 from ..helpers.optimizers import DTYPES, KINDS, all_trained, difference, params_of, step, trained

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import dualdist as hvd
-from dualdist.core.world.process_sets import channel_of
+from dualdist.core.world import channel_of
 
 from ..helpers.exchanges import reductions
 from ..helpers.rejoining import rejoin

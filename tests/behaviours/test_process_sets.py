@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dualdist as hvd
-from dualdist.core.world.context import current
+from dualdist.core.world import current
 
 from ..helpers.styles import step
 from ..helpers.world import everywhere

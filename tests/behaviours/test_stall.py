@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import dualdist as hvd
-from dualdist.core.world.context import current
+from dualdist.core.world import current
 
 from ..helpers.collected_warnings import warned
 from ..helpers.files import wait_for

@@ -20,7 +20,7 @@ import torch
 import dualdist as hvd
 from dualdist.checkpoint.contents import HostCopy
 from dualdist.core import accelerator
-from dualdist.core.world.context import current
+from dualdist.core.world import current
 from dualdist.devices import streams
 
 from ..accelerator import sleep_ms

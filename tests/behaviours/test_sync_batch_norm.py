@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dualdist as hvd
-from dualdist.core.world.context import current
+from dualdist.core.world import current
 
 from ..helpers.exchanges import exchanges
 from ..helpers.world import everywhere

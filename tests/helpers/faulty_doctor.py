@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from dualdist.cli import main
 from dualdist.core.launch import detect
-from dualdist.core.meeting.member import Meeting
+from dualdist.core.meeting import Meeting
 from dualdist.core.meeting.server import TEXT
 
 from .files import wait_for

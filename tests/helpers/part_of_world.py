@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 import dualdist as hvd
-from dualdist.core.world.context import current
+from dualdist.core.world import current
 
 backend = sys.argv[1]
 launched = MPI.COMM_WORLD

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import dualdist as hvd
-from dualdist.core import accelerator, process_exit
-from dualdist.core.world.context import current
+from dualdist.core import accelerator, process
+from dualdist.core.world import current
 from dualdist.devices import choice
 from dualdist.devices.groups import DefaultGroup
 
@@ -62,7 +62,7 @@ def shutdown_after_a_failure() -> bool:
     )
     gave_up: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_exit, "world_has_failed", True)
+        patch.setattr(process, "world_has_failed", True)
         patch.setattr(group, "_SHUTDOWN_SECONDS", 0.1)
         patch.setattr(group, "stuck", threading.Event())
         patch.setattr(backend, "stuck", group.stuck)

@@ -17,7 +17,7 @@ STARTS = """\
 import os, psutil, torch, dualdist as hvd
 from dualdist.core.agreement.connections import Connections
 from dualdist import shared_memory
-from dualdist.core.world.process_sets import channel_of
+from dualdist.core.world import channel_of
 
 gather, make_memory, exchanges = Connections.allgather_messages, shared_memory.make_memory, []
 

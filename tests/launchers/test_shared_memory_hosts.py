@@ -14,7 +14,7 @@ from .test_shared_memory import kill_a_rank
 
 VALUES = """\
 import sys, torch, dualdist as hvd
-from dualdist.core.world.process_sets import channel_of
+from dualdist.core.world import channel_of
 
 hvd.init(backend="torch", transport=sys.argv[1])
 rank, size = hvd.rank(), hvd.size()
@@ -54,8 +54,8 @@ print("all right")
 WITHOUT_MEMORY = """\
 import sys, torch, dualdist as hvd
 from dualdist import shared_memory
-from dualdist.core.meeting.addresses import own_node
-from dualdist.core.world.process_sets import channel_of
+from dualdist.core.meeting.links import own_node
+from dualdist.core.world import channel_of
 
 def make_memory(size):
     raise OSError("no memory")

@@ -22,8 +22,8 @@ import multiprocessing, os, pathlib, signal, sys
 import torch.distributed
 import dualdist as hvd
 from dualdist import shared_memory
-from dualdist.core.meeting.member import Meeting
-from dualdist.core.world import context
+from dualdist.core.meeting import Meeting
+from dualdist.core import world
 
 def end(*arguments, **options):
     os._exit(1)
@@ -39,7 +39,7 @@ def is_alive(pid):
     return True
 
 def connect_of(rank, folder, is_last):
-    connections = context.Connections
+    connections = world.Connections
     def connect(*arguments, **options):
         (folder / str(rank)).touch()
         if rank == 1:
@@ -68,7 +68,7 @@ def join(rank, backend, address, moment, folder):
         elif moment == "while ranks share memory":
             shared_memory.share_host = end
     if moment.startswith("while ranks connect"):
-        context.Connections = connect_of(rank, pathlib.Path(folder), moment.endswith("before rank 2"))
+        world.Connections = connect_of(rank, pathlib.Path(folder), moment.endswith("before rank 2"))
     try:
         hvd.init(backend=backend, init_method=address, rank=rank, world_size=3)
     except Exception as error:
@@ -203,7 +203,7 @@ import multiprocessing, os, signal, sys, threading
 import horovod.torch
 import dualdist as hvd
 from dualdist.horovod.http_store import HttpStore
-from dualdist.core.meeting.member import Meeting
+from dualdist.core.meeting import Meeting
 
 address, event = sys.argv[1:]
 asked = threading.Event()

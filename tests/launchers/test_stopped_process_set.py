@@ -11,7 +11,7 @@ from ..helpers.script_launch import Script, launch
 
 SCRIPT = """\
 import os, pathlib, signal, time, dualdist as hvd
-from dualdist.core.world.context import current
+from dualdist.core.world import current
 
 hvd.init()
 other = hvd.allgather_object(os.getpid())[1]

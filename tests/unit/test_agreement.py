@@ -7,16 +7,8 @@ import sys
 
 import dualdist
 from dualdist.core.agreement.call import Call, Kind
-from dualdist.core.agreement.matching import (
-    ACTIVE,
-    FAILED,
-    Match,
-    Outcome,
-    PendingCall,
-    Standing,
-    match,
-    payload_capacity,
-)
+from dualdist.core.agreement.connections import ACTIVE, FAILED, PendingCall, payload_capacity
+from dualdist.core.agreement.matching import Match, Outcome, Standing, match
 from dualdist.core.collectives.allreduce import ALLREDUCE
 
 RANKS = (0, 2, 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dualdist.arrival_order import ArrivalOrder
-from dualdist.core.gradients.bucket_memory import TrackedParameter, lay_out
+from dualdist.core.gradients.buckets import TrackedParameter, lay_out
 
 
 def order_of(groups: list[list[int]], length: int = 1) -> ArrivalOrder:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from dualdist.arrival_order import overlap
-from dualdist.core.gradients import bucket_memory
-from dualdist.core.gradients.bucket_memory import (
+from dualdist.core.gradients.buckets import (
     BUCKET_BYTES,
     CPU_BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -19,6 +18,7 @@ from dualdist.core.gradients.bucket_memory import (
     BucketMemory,
     TrackedParameter,
 )
+from dualdist.core.gradients.buckets import lay_out as lay_out_all
 
 
 def params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -29,7 +29,7 @@ def lay_out(
     tensors: list[torch.Tensor], sparse: set[int], groups: list[list[int]] | None, **options: Any
 ) -> list[Bucket]:
     tracked = [TrackedParameter(str(number), tensor) for number, tensor in enumerate(tensors)]
-    return bucket_memory.lay_out(tracked, sparse, groups, **options)
+    return lay_out_all(tracked, sparse, groups, **options)
 
 
 def members(tensors: list[torch.Tensor], groups: list[list[int]] | None = None) -> list[list[int]]:
@@ -79,7 +79,7 @@ def test_buckets_follow_the_order_of_arrival() -> None:
     tracked = [TrackedParameter("", tensor) for tensor in [*half, *params((2,), dtype=torch.float16)]]
 
     def found(order: list[int], groups: list[list[int]] | None = None) -> list[list[int]]:
-        buckets = bucket_memory.lay_out(tracked, set(), groups, 0.5, order, as_ddp=True)
+        buckets = lay_out_all(tracked, set(), groups, 0.5, order, as_ddp=True)
         return [[slot.param for slot in bucket.slots] for bucket in buckets]
 
     assert found([]) == [[4], [3], [2], [1], [0]]
@@ -89,7 +89,7 @@ def test_buckets_follow_the_order_of_arrival() -> None:
 
 def test_overlap_is_the_mean_of_what_is_left_of_backward_over_the_bytes() -> None:
     tracked = [TrackedParameter("", tensor) for tensor in params((1,), (1,), (2,))]
-    buckets = bucket_memory.lay_out(tracked, set(), [[0], [1], [2]])
+    buckets = lay_out_all(tracked, set(), [[0], [1], [2]])
     assert overlap(buckets, [2, 1, 0]) == pytest.approx((2 * 2 / 3 + 1 / 3) / 4)
     assert overlap(buckets, [0, 1, 2]) == 0
     assert overlap(buckets, [2]) == 0, "those that do not arrive are sent at the end"

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import dualdist as hvd
 from dualdist.comm_hooks import CommHook, GradBucket, HookedBucket
-from dualdist.core.gradients.bucket_memory import Bucket
+from dualdist.core.gradients.buckets import Bucket
 
 
 class Ranks:

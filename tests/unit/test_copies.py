@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dualdist.copies import add_copies, agent_variables, remove_copies, torchrun_variables
-from dualdist.core.launch import detect
-from dualdist.core.launch.environment import without_copies
+from dualdist.core.launch import detect, without_copies
 from dualdist.core.types import World
 from dualdist.errors import ConfigurationError
 from dualdist.horovod import horovod_variables

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
 import dualdist as hvd
-from dualdist.core import accelerator, process_exit
-from dualdist.core.world import context as context_module
-from dualdist.core.world.context import current
+from dualdist.core import accelerator, process
+from dualdist.core import world as world_module
+from dualdist.core.world import current
 from dualdist.devices import choice
 
 DEVICE = torch.device("cuda", 0)
@@ -147,9 +147,9 @@ def test_a_rank_that_an_error_ends_aborts_all_communicators_before_it_destroys_o
 
     The stream waits for a layer of SyncBatchNorm, say, or a bucket that the other ranks may never send.
     """
-    monkeypatch.setattr(context_module, "_LAST_SECONDS", 0.1)
-    monkeypatch.setattr(process_exit, "has_failed", lambda: has_failed)
-    monkeypatch.setattr(process_exit, "world_has_failed", False)
+    monkeypatch.setattr(world_module, "_LAST_SECONDS", 0.1)
+    monkeypatch.setattr(process, "has_failed", lambda: has_failed)
+    monkeypatch.setattr(process, "world_has_failed", False)
     monkeypatch.setattr(accelerator, "synchronize", lambda device: communicators[0].ended.wait(20))
     current().add_channel([0])  # it is closed first
     for one in communicators:

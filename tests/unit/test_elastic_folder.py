@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.core.meeting.boards import LauncherProcess
+from dualdist.core.meeting import LauncherProcess
 from dualdist.elastic import loop
 from dualdist.elastic.loop import folder_of_commits, make_private, remove_abandoned
 from dualdist.errors import CheckpointError

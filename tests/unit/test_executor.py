@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from dualdist.core.executor import Worker, in_thread, in_time
+from dualdist.core.process import Worker, in_thread, in_time
 
 SECONDS = 30.0
 

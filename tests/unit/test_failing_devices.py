@@ -16,8 +16,7 @@ import torch
 
 from dualdist.core import accelerator
 from dualdist.core.agreement.call import Call
-from dualdist.core.agreement.guard import Guard
-from dualdist.core.agreement.observers import Observers
+from dualdist.core.agreement.guard import Guard, Observers
 from dualdist.core.collectives.allreduce import ALLREDUCE
 from dualdist.core.collectives.join import _device_of
 from dualdist.core.types import Sum

@@ -25,8 +25,8 @@ CORE = (
     {"core.backends"},
     {"core.meeting"},
     {"core.launch"},
-    {f"core.{name}" for name in "accelerator checks compiling executor extensions process_exit".split()},
-    {"core.types", "errors"},
+    {f"core.{name}" for name in "accelerator checks compiling process".split()},
+    {"core", "core.types", "errors"},
 )
 """The rooms of the core, from the top to the bottom: a module imports from its own room and from those further down."""
 
@@ -58,7 +58,7 @@ BETWEEN_OTHERS = {
 }
 """A folder or file outside of the core -> the others of them that it imports, or names in a string."""
 
-WITHOUT_TORCH = set("core.launch core.meeting processes core.checks core.executor core.types errors".split())
+WITHOUT_TORCH = set("core core.launch core.meeting processes core.checks core.process core.types errors".split())
 
 BACKENDS_AND_TRANSPORTS = {"torch", "horovod", "local", "nccl", "xccl", "gloo", "mpi"}
 LAUNCHERS = {"python", "init", "env", "spawn"} | {row.name for row in launchers.LAUNCHERS}
@@ -210,7 +210,7 @@ def test_a_kind_of_calls_is_defined_where_they_are_made() -> None:
 
 def test_the_core_names_no_part_beside_it_but_asks_at_points() -> None:
     points = set(re.findall(r'^        "(\w+)": "dualdist\.', MODULES["__init__"].read_text(), re.MULTILINE))
-    asked = {point for name in MODULES if name != "core.extensions" for point in points_of(MODULES[name])}
+    asked = {point for name in MODULES if name != "core" for point in points_of(MODULES[name])}
     assert asked - {"*_backend"} == {point for point in points if not point.endswith("_backend")}
     loaders = [name for name in MODULES if "import_module(f" in MODULES[name].read_text()]
     assert loaders == ["__init__"], "name the whole module: then the checks see it"

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from dualdist.core.launch import detect, launch_from
-from dualdist.core.meeting.boards import find_board
-from dualdist.core.meeting.member import Meeting
+from dualdist.core.meeting import Meeting, find_board
 from dualdist.errors import ConfigurationError
 
 from .test_detect import TORCHRUN

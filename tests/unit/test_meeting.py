@@ -21,15 +21,9 @@ import torch
 from torch.distributed import HashStore
 
 from dualdist.core import accelerator
-from dualdist.core.backends.store import StoreBoard
 from dualdist.core.backends.torch import TorchBackend
-from dualdist.core.meeting import addresses
-from dualdist.core.meeting.boards import (
-    Board,
-    KnownBoard,
-    ServerAddress,
-)
-from dualdist.core.meeting.member import Meeting
+from dualdist.core.backends.torch_groups import StoreBoard
+from dualdist.core.meeting import Board, KnownBoard, Meeting, ServerAddress, links
 from dualdist.core.meeting.server import TEXT, MeetingServer, connected, listener_at, reach
 from dualdist.core.types import Launch, Settings
 from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
@@ -403,10 +397,10 @@ with contextlib.ExitStack() as stack:
 
 
 def test_a_host_of_rank_0_without_an_ipv4_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "candidates", lambda env: [])
+    monkeypatch.setattr(links, "candidates", lambda env: [])
     other = iter(['["other", "", null]', '["", 0, []]', "{}"])
     with pytest.raises(ConfigurationError, match=r"\(which has none\), but other reached none instead"):
-        addresses.find_addresses(0, lambda text: [text, next(other)], {})
+        links.find_addresses(0, lambda text: [text, next(other)], {})
 
 
 # The connection stays open until the process ends.

@@ -99,7 +99,7 @@ PATCHES = {
     "compat/torch.py": {"wrapped.__class__ = ": "isinstance() and the state of the optimizer stay"},
     "core/compiling.py": {"frames.set_code_exec_strategy(": "torch.compiler.disable imports Dynamo, which takes long"},
     "mpi/meeting.py": {"sys.exit = ": "MPI must not be finalized after a failure"},
-    "core/process_exit.py": {
+    "core/process.py": {
         "libc.on_exit(": "the same at the end of the process, and Horovod's",
         "Py_IncRef(": "Gloo's destructors wait for a thread, in forks and after failures",
     },
@@ -117,8 +117,8 @@ ACTS = """
 OF_THE_PROCESS = {
     "core/lifecycle.py": {"os.register_at_fork": "a fork must not wait for a thread that it lacks"},
     "core/meeting/server.py": {"resource.setrlimit": "a large world needs more open files, up to the hard limit"},
-    "core/process_exit.py": {"ctypes.CDLL": "destructors of C++ in a fork stop its parent: on_exit"},
-    "core/world/context.py": {
+    "core/process.py": {"ctypes.CDLL": "destructors of C++ in a fork stop its parent: on_exit"},
+    "core/world.py": {
         "gc.freeze": "in a fork alone: the same for what the rank would have collected",
         "os.register_at_fork": "a fork must not use the connections of its parent",
     },

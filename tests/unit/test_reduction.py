@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from dualdist.core.agreement.matching import payload_capacity
+from dualdist.core.agreement.connections import payload_capacity
 from dualdist.core.backends.base import Group, Work
 from dualdist.core.collectives.reduction import (
     Reduction,

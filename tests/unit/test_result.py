@@ -12,7 +12,7 @@ import pytest
 
 from dualdist.core.agreement.call import Call
 from dualdist.core.agreement.channel import Request
-from dualdist.core.agreement.matching import ACTIVE
+from dualdist.core.agreement.connections import ACTIVE
 from dualdist.core.collectives.join import BARRIER
 
 Job = tuple[Request[object], Callable[[], object]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dualdist.core.launch.environment import is_on, read_settings
+from dualdist.core.launch import is_on, read_settings
 from dualdist.core.types import NEVER_SECONDS, Settings
 from dualdist.errors import ConfigurationError
 

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dualdist.core.meeting.boards import Board
-from dualdist.core.meeting.member import Meeting
+from dualdist.core.meeting import Board, Meeting
 from dualdist.errors import ConfigurationError
 from dualdist.slurm import slurm_board
 

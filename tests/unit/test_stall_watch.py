@@ -12,8 +12,7 @@ from unittest import mock
 import pytest
 
 from dualdist.core.agreement.call import Call
-from dualdist.core.agreement.guard import Guard
-from dualdist.core.agreement.observers import Observers
+from dualdist.core.agreement.guard import Guard, Observers
 from dualdist.core.collectives import join
 from dualdist.core.collectives.allreduce import ALLREDUCE
 from dualdist.core.types import Settings

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dualdist.core.meeting.boards import process_status
+from dualdist.core.meeting import process_status
 from dualdist.observation.status import Contact, StatusServer, ask
 
 SECONDS = 20.0

@@ -8,8 +8,7 @@ import pytest
 
 from dualdist.core.agreement.call import Call
 from dualdist.core.agreement.channel import JOIN
-from dualdist.core.agreement.connections import Connections, _Peer
-from dualdist.core.agreement.matching import ACTIVE, FAILED, JOINED, PendingCall, Verdict, agree
+from dualdist.core.agreement.connections import ACTIVE, FAILED, JOINED, Connections, PendingCall, Verdict, _Peer, agree
 from dualdist.core.collectives.allreduce import ALLREDUCE
 from dualdist.errors import HorovodInternalError
 

@@ -28,15 +28,13 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 
 from ...errors import CollectiveMismatchError, StallError
-from .. import accelerator
+from .. import accelerator, extension
 from ..backends.base import Group
 from ..checks import add_note, text_of
-from ..extensions import extension
 from .call import Call, Data, Kind, Record, call_site, no_data
-from .connections import Connections
-from .guard import Guard, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
-from .matching import ACTIVE, FAILED, JOINED, Execute, Match, PendingCall, Standing, Verdict, agree, match
-from .observers import Observer, Observers, Pending
+from .connections import ACTIVE, FAILED, JOINED, Connections, Execute, PendingCall, Verdict, agree
+from .guard import Guard, Observer, Observers, Pending, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
+from .matching import Match, Standing, match
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -11,16 +11,21 @@ each round sends one message, whatever n is. When a peer dies, its connections c
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import itertools
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeVar
 
 from ...errors import HorovodInternalError, StallError
+from ..backends.base import Group
 from ..meeting.links import Links, Listener
-from ..process_exit import has_failed
+from ..process import has_failed
+from .call import Call
 
 # Messages as bytes on a connection: each with its length and with the number of members in a row that have sent it.
 #
@@ -269,3 +274,93 @@ def _wait(writable: socket.socket, readable: socket.socket | None, deadline: flo
     poll.register(writable, select.POLLOUT | (select.POLLIN if writable is readable else 0))
     if not poll.poll(min(_LONGEST_POLL, 1e3 * _left(deadline))):
         raise StallError("A rank sent nothing in time.")
+
+
+# How the members of a process set agree when all of them make the same call, which must be fast.
+#
+# Each member sends a digest of its oldest pending call, its state (active, joined or failed), the call's count, and the
+# call's payload. A payload is data small enough to be sent with the agreement, so that a small reduction costs one
+# exchange instead of two. If all members are active and all digests are equal, the call runs. Otherwise the members
+# exchange all their pending calls; see `match` in matching.py.
+#
+# Equal messages are sent as one. Times always differ, so the members exchange them after the calls,
+# and only if the member that writes a timeline has asked for them. Then an agreement of n members costs each of them
+# log2(n) messages and O(log n) bytes, unless payloads, counts or calls differ.
+
+ACTIVE, JOINED, FAILED = range(3)
+_MESSAGE = struct.Struct("<16sB?6xq")
+"""Digest, state, whether to exchange times, the call's count."""
+_TIME = struct.Struct("<q")
+_PAYLOAD_BYTES = 2048
+_PAYLOAD_BYTES_OF_ALL = 64 << 10
+
+
+class PendingCall(NamedTuple):
+    """A call of one member that has not ended, as it contributes to agreements."""
+
+    state: int
+    call: Call
+    error: str = ""
+    """For a FAILED entry: the error that its rank raised."""
+    issued: int = 0
+    """When the member made the call, in nanoseconds since the epoch by its own clock."""
+
+
+class Verdict(NamedTuple):
+    """What the members do about one call; the same on every member."""
+
+    call: Call | None
+    """What the members run; None when there is nothing to run."""
+    joined: frozenset[int] = frozenset()
+    """Places (indices in the process set) of the members that have joined and did not make the call."""
+    counts: tuple[int, ...] = ()
+    """Every member's `Call.count`."""
+    payloads: tuple[bytes, ...] = ()
+    """Every member's payload, b"" if it has sent none. () if the members have exchanged all their pending calls."""
+    error: str | None = None
+    """The message of the error that the members in `raising` raise."""
+    raising: frozenset[int] = frozenset()
+    """Places of the members that raise `error`."""
+    steps_differ: bool = False
+    """Whether members may have made different calls in this training step."""
+    arrivals: tuple[int, ...] = ()
+    """When each member made its call, in nanoseconds since the epoch by its own clock. Empty if nobody needs it."""
+
+
+T = TypeVar("T")
+
+Execute = Callable[[Group, Verdict], T]
+"""Moves the data of a call over the group, after the agreement; returns the result."""
+
+
+@functools.cache
+def payload_capacity(size: int, most: int = _PAYLOAD_BYTES) -> int:
+    """Return how many bytes of payload each of `size` members may send with a call, at most `most`."""
+    return min(most, _PAYLOAD_BYTES_OF_ALL // size)
+
+
+def agree(connections: Connections, state: int, call: Call, issued: int, *, needs_times: bool = False) -> Verdict:
+    """Return the verdict if all members are ACTIVE with the same call, else one without a call. Collective.
+
+    issued: as in PendingCall. needs_times: whether this member needs `Verdict.arrivals`; it may differ between members.
+    """
+    digest, size = _digest(call.identity), connections.size
+    message = _MESSAGE.pack(digest, state, needs_times, call.count)
+    messages = connections.allgather_messages(message + call.payload)
+    if state == ACTIVE and not needs_times and messages.count(messages[0]) == size:
+        return Verdict(call, counts=(call.count,) * size, payloads=(call.payload,) * size)
+    digests, states, asked, counts = zip(*map(_MESSAGE.unpack_from, messages), strict=True)
+    arrivals: tuple[int, ...] = ()
+    if any(asked):
+        times = connections.allgather_messages(_TIME.pack(issued))
+        arrivals = tuple([time for message in times for (time,) in [_TIME.unpack(message)]])
+    if set(states) == {ACTIVE} and set(digests) == {digest}:
+        payloads = tuple([other[_MESSAGE.size :] for other in messages])
+        return Verdict(call, counts=counts, payloads=payloads, arrivals=arrivals)
+    return Verdict(None, arrivals=arrivals)
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest(identity: Hashable) -> bytes:
+    """Return a digest of `Call.identity`. Unequal ones have other digests."""
+    return hashlib.blake2b(repr(identity).encode(), digest_size=16).digest()

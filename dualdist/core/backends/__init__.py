@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ...errors import BackendUnavailableError, ConfigurationError
-from ..extensions import extension, needed
+from .. import extension, needed
 from ..types import Launch
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from ...errors import HorovodInternalError
+from ..meeting import Meeting
 from ..meeting.links import Listener
-from ..meeting.member import Meeting
 from ..types import Launch, Settings
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ConfigurationError
-from ..launch.environment import temporary_environment
-from ..meeting.addresses import LOOPBACK, interface_of
+from ..launch import temporary_environment
+from ..meeting.links import LOOPBACK, interface_of
 from ..types import Launch, Settings
 from .base import Backend, CombinedWork, Exchange, Group, Work
 from .torch_groups import DefaultGroup

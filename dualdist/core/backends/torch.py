@@ -17,23 +17,26 @@ import torch
 import torch.distributed as dist
 
 from ...errors import BackendUnavailableError, ConfigurationError, logger
-from .. import accelerator
-from ..executor import Patience, in_thread, wait_for
-from ..extensions import extension, needed
-from ..launch.environment import temporary_environment
-from ..meeting.addresses import own_node, shown_host
-from ..meeting.member import Meeting
+from .. import accelerator, extension, needed
+from ..launch import temporary_environment
+from ..meeting import Meeting
+from ..meeting.links import own_node, shown_host
+from ..process import Patience, in_thread, wait_for
 from ..types import Launch, Settings
 from . import needs_gpus, transport_named
 from .base import Backend, Exchange, Group
-from .store import SharedStore, StoreBoard, connect_again, meet, open_store
 from .torch_groups import (
+    SharedStore,
+    StoreBoard,
     adopted_config,
     allow_open_files,
     config_of,
+    connect_again,
     gloo_interface,
+    meet,
     new_default_group,
     new_torch_groups,
+    open_store,
     wrapped,
 )
 

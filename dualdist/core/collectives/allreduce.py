@@ -8,16 +8,15 @@ from typing import Any
 import torch
 
 from ..agreement.call import Kind, warn_deprecated
-from ..agreement.matching import Verdict
+from ..agreement.connections import Verdict
 from ..backends.base import Group
 from ..checks import wrong
 from ..compiling import not_compiled
 from ..types import Adasum, Average, Max, Min, Op, Product, Sum
-from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
-from .compression import Compression, Compressor, compressed
+from ..world import ProcessSetLike, channel_of, global_process_set
 from .join import contribute_neutral
 from .plan import Plan, check_tensors, make_call, planned
-from .reduction import Reduction, payload_of, reduce_payloads, reduce_tensors
+from .reduction import Compression, Compressor, Reduction, compressed, payload_of, reduce_payloads, reduce_tensors
 
 Tensors = tuple[torch.Tensor, ...]
 ALLREDUCE = Kind("allreduce", "ALLREDUCE", stand_in=contribute_neutral)

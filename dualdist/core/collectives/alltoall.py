@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ..agreement.call import Kind
-from ..agreement.matching import Verdict
+from ..agreement.connections import Verdict
 from ..backends.base import Group
 from ..checks import integer, items
 from ..compiling import not_compiled
-from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
+from ..world import ProcessSetLike, channel_of, global_process_set
 from .plan import Plan, check_rows, make_call, planned
 from .wire import alltoall_rows, dtype_name
 

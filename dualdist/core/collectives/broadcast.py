@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ..agreement.call import Kind
-from ..agreement.matching import Verdict
+from ..agreement.connections import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import Average
-from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
+from ..world import ProcessSetLike, channel_of, global_process_set
 from .allreduce import allreduce_gradient, plan_allreduce
 from .plan import Plan, channel_and_root, check_tensor, make_call, planned, root_of
 from .reduction import Reduction, bytes_of

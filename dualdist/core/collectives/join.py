@@ -7,12 +7,11 @@ from collections.abc import Callable
 import torch
 
 from ..agreement.call import Call, Data, Kind, no_data
-from ..agreement.matching import Verdict
+from ..agreement.connections import Verdict
 from ..backends.base import Group
 from ..checks import integer
 from ..compiling import not_compiled
-from ..world.context import current
-from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
+from ..world import ProcessSetLike, channel_of, current, global_process_set
 from .plan import Plan, make_call, planned
 from .reduction import Reduction, reduce_tensors
 

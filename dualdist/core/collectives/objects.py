@@ -18,11 +18,11 @@ import torch
 
 from ...errors import HorovodInternalError
 from ..agreement.call import Kind
-from ..agreement.matching import Verdict
+from ..agreement.connections import Verdict
 from ..backends.base import Group
 from ..checks import add_note, text_of
 from ..compiling import not_compiled
-from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
+from ..world import ProcessSetLike, channel_of, global_process_set
 from .plan import Plan, channel_and_root, make_call, planned, root_of
 from .wire import allgather_rows
 

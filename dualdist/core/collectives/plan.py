@@ -11,16 +11,15 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch.autograd.forward_ad import unpack_dual
 
+from .. import needed
 from ..agreement.call import Call, Kind, call_site
 from ..agreement.channel import Channel
-from ..agreement.matching import Execute, Verdict
+from ..agreement.connections import Execute, Verdict
 from ..backends.base import Group
 from ..checks import integer, is_dtensor, items, text, wrong
 from ..compiling import not_compiled
-from ..extensions import needed
 from ..types import Average, Sum
-from ..world.context import current
-from ..world.process_sets import ProcessSetLike, channel_of, report, reporting
+from ..world import ProcessSetLike, channel_of, current, report, reporting
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -9,15 +9,14 @@ import torch
 
 from ...errors import HorovodInternalError
 from ..agreement.call import Kind
-from ..agreement.matching import Verdict
+from ..agreement.connections import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import REDUCE_OP_NAMES, Average, Op, Sum
-from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
+from ..world import ProcessSetLike, channel_of, global_process_set
 from .allgather import allgather_gradient, plan_allgather
-from .compression import Compression, Compressor, compressed
 from .plan import Plan, check_rows, check_tensors, make_call, planned
-from .reduction import Reduction, check_reducible, reduce_tensors, scale_
+from .reduction import Compression, Compressor, Reduction, check_reducible, compressed, reduce_tensors, scale_
 
 REDUCESCATTER = Kind("reducescatter", "REDUCESCATTER")
 GROUPED_REDUCESCATTER = Kind("grouped_reducescatter", "REDUCESCATTER")

@@ -13,48 +13,15 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._C import _current_autograd_node, _current_graph_task_id
 
 from ..compiling import not_compiled
-from .bucket_memory import Bucket, TrackedParameter
+from .buckets import ArrivalOrder, TrackedParameter
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-
-
-class ArrivalOrder:
-    """Counts the gradients that each bucket still misses. Parameters are given by index."""
-
-    expected: Sequence[int] = ()
-    """All parameters, in the order in which the next backward should complete them. Empty: not known."""
-
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.bucket_of = {slot.param: place for place, bucket in enumerate(buckets) for slot in bucket.slots}
-        self._sizes = [len(bucket.slots) for bucket in buckets]
-        self.start_over()
-
-    def start_over(self) -> None:
-        """Prepare for the next backward."""
-        self._missing = list(self._sizes)
-
-    def mark(self, arrived: Sequence[int]) -> None:
-        """Count the gradients that have `arrived`."""
-        missing = self._missing
-        for place in map(self.bucket_of.__getitem__, arrived):
-            missing[place] -= 1
-
-    def take_waiting(self, arrived: Sequence[int], sent: int) -> Mapping[int, Sequence[int]]:
-        """Return bucket -> gradients that should move there, after some have `arrived`; not for the first `sent`."""
-        return {}
-
-    def is_complete(self, place: int) -> bool:
-        """Return whether all gradients of the bucket at `place` have arrived."""
-        return place < len(self._missing) and self._missing[place] == 0
-
-    def learn(self, order: Sequence[int]) -> None:
-        """Expect that later backwards complete the gradients in this order, if it has all of them once."""
 
 
 class Arrivals:

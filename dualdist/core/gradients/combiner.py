@@ -14,11 +14,9 @@ import torch
 
 from ..agreement.call import Data, Kind
 from ..backends.base import Group
-from ..collectives.compression import Compression, Compressor
-from ..collectives.reduction import Reduction, wire_dtype
-from ..types import REDUCE_OP_NAMES, Average
-from ..world.process_sets import ProcessSet
-from .bucket_memory import TrackedParameter
+from ..collectives.reduction import Compression, Compressor, Reduction, wire_dtype
+from ..types import Average
+from ..world import ProcessSet
 
 OPTIMIZER = Kind("DistributedOptimizer", "DISTRIBUTEDOPTIMIZER", Data.NONE)
 """Compares the layout of the gradients when an optimizer is wrapped."""
@@ -68,22 +66,6 @@ class SyncOptions:
         sent_as_is = self.compression is Compression.none and wire_dtype(dtype, group) is dtype
         is_safe = dtype is torch.float16 or group.size.bit_count() == 1
         return self.comm_hook is None and self.reduction == Reduction(Average) and sent_as_is and is_safe
-
-    def describe(self, params: Sequence[TrackedParameter]) -> tuple[tuple[str, Any], ...]:
-        """Return (name, value) pairs that must be equal on all ranks, the layout of `params` first."""
-        layout = tuple((p.name, tuple(p.shape), p.like.stride(), str(p.dtype), p.device.type) for p in params)
-        return (
-            ("parameters", layout),
-            ("optimizer", self.optimizer),
-            ("op", REDUCE_OP_NAMES[self.reduction.op]),
-            ("prescale_factor", self.reduction.prescale_factor),
-            ("postscale_factor", self.reduction.postscale_factor),
-            ("compression", getattr(self.compression, "__name__", type(self.compression).__name__)),
-            ("groups", self.groups and tuple(map(tuple, self.groups))),
-            ("bucket_cap_mb", self.bucket_cap_mb),
-            ("sparse_as_dense", self.sparse_as_dense),
-            ("comm_hook", self.comm_hook and self.comm_hook.name),
-        )
 
 
 alive: weakref.WeakSet[Combiner] = weakref.WeakSet()

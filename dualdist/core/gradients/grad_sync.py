@@ -22,14 +22,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ..agreement.matching import Verdict
+from .. import extension
+from ..agreement.connections import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
-from ..extensions import extension
 from ..types import Average
-from ..world.context import current
+from ..world import current
 from . import arrivals
-from .bucket_memory import TrackedParameter, has_numbers, without_memory
+from .buckets import TrackedParameter, has_numbers, without_memory
 from .combiner import OPTIMIZER, Combiner, SyncOptions, alive, combiners_of
 from .reducer import Reducer, members_of
 

@@ -10,7 +10,7 @@ The plain step, an average of dense gradients that each rank has:
             send(buckets[sent])                  # in this order on all ranks, so none needs its own agreement
 
     def send(bucket):                            # _send_next
-        memory = memory_of(bucket)               # that of the last step: bucket_memory.py
+        memory = memory_of(bucket)               # that of the last step: buckets.py
         for param in bucket:
             memory[param].copy_(param.grad)
         works.append(group.allreduce_(memory))   # it starts, and backward continues
@@ -75,21 +75,19 @@ from typing import Any, Literal
 import torch
 
 from ...errors import CollectiveMismatchError, HorovodInternalError
+from .. import extension, needed
 from ..agreement.call import Call, Data, Kind, call_site, no_data
 from ..agreement.channel import Channel
+from ..agreement.connections import Verdict
 from ..agreement.guard import OutOfStepError, in_turn
-from ..agreement.matching import Verdict
 from ..backends.base import FailedWork, Group, Work
 from ..collectives.join import after_join
 from ..collectives.reduction import scale_, wire_dtype
-from ..extensions import extension, needed
-from ..launch.environment import is_on
+from ..launch import is_on
 from ..types import Average, Sum
-from ..world.context import current
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
-from .bucket_memory import FINAL, LEFT_OUT, SPARSE, Bucket, BucketMemory, TrackedParameter, fit, has_numbers
+from ..world import ProcessSet, channel_of, current, global_process_set
+from .buckets import FINAL, LEFT_OUT, SPARSE, Bucket, BucketMemory, Layout, TrackedParameter, fit, has_numbers
 from .combiner import SyncOptions
-from .layout import Layout
 
 _DATA_FIRST_SECONDS = 0.05
 """How long the announcement waits for the data at most."""
@@ -209,9 +207,8 @@ class Reducer:
         options: new ones, not yet in use. None: those in use. Raises CollectiveMismatchError if the ranks differ.
         """
         options = options or self.options
-        start = ("compare_start", _compares_starts())
-        call = Call(options.kind, (*options.describe(params), start), site=call_site())
-        layout = Layout(params, options, self._sparse)
+        layout, start = Layout(params, options, self._sparse), ("compare_start", _compares_starts())
+        call = Call(options.kind, (*layout.describe(), start), site=call_site())
         self._channel.run(call, lambda group, verdict: self._connect(layout))
         if not self.is_known:
             self._members = members_of(options.process_set)

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from ..checks import shown_ranks
-from ..executor import in_time
+from ..process import in_time
 
 
 def connected(address: str, port: int, seconds: float) -> socket.socket:

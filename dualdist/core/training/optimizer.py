@@ -17,21 +17,15 @@ from typing import Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .. import extension, needed
 from ..agreement.call import remember_call_site
 from ..checks import flag, instance, integer, is_dtensor, items, mapping, number, wrong
-from ..collectives.compression import Compression, Compressor, checked_compression
-from ..collectives.reduction import Reduction, reduce_op
+from ..collectives.reduction import Compression, Compressor, Reduction, checked_compression, reduce_op
 from ..compiling import not_compiled
-from ..extensions import extension, needed
 from ..gradients.combiner import OPTIMIZER, Combiner, SyncOptions, combiners_of
 from ..gradients.grad_sync import GradSync
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Op, Sum
-from ..world.process_sets import (
-    ProcessSetLike,
-    checked_process_set,
-    global_process_set,
-    reporting,
-)
+from ..world import ProcessSetLike, checked_process_set, global_process_set, reporting
 
 
 class SynchronizedOptimizer(torch.optim.Optimizer):

@@ -22,10 +22,9 @@ from ..checks import instance, is_dtensor
 from ..collectives.objects import BROADCAST_OBJECT, broadcast_object, if_all_succeed
 from ..collectives.plan import channel_and_root
 from ..compiling import not_compiled
-from ..gradients.bucket_memory import has_numbers
-from ..world.context import current
-from ..world.process_sets import global_process_set, reporting
-from ..world.ranks import rank
+from ..gradients.buckets import has_numbers
+from ..lifecycle import rank
+from ..world import current, global_process_set, reporting
 from .optimizer import SynchronizedOptimizer
 from .parameters import BROADCAST_PARAMETERS, broadcast_parameters, in_batches
 

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
+from .. import extension
 from ..agreement.call import Data, Kind, remember_call_site
 from ..checks import instance, is_dtensor
-from ..collectives.compression import Compression, Compressor
-from ..collectives.reduction import Reduction
+from ..collectives.reduction import Compression, Compressor, Reduction
 from ..compiling import not_compiled
-from ..extensions import extension
 from ..gradients.combiner import OPTIMIZER, Combiner, SyncOptions, combiners_of
 from ..gradients.grad_sync import GradSync
 from ..types import Average
-from ..world.process_sets import ProcessSet, global_process_set, reporting
+from ..world import ProcessSet, global_process_set, reporting
 from .parameters import broadcast_parameters
 
 DATA_PARALLEL = Kind("DistributedDataParallel", "DISTRIBUTEDDATAPARALLEL", Data.NONE)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ..agreement.call import Kind
-from ..agreement.matching import Verdict
+from ..agreement.connections import Verdict
 from ..backends.base import Group
 from ..checks import wrong
 from ..collectives.broadcast import overwrite, root_payload
@@ -18,7 +18,7 @@ from ..collectives.objects import broadcast_object, if_all_succeed
 from ..collectives.plan import Plan, channel_and_root, check_tensor, make_call, planned
 from ..collectives.wire import as_bytes, dtype_name, from_bytes
 from ..compiling import not_compiled
-from ..world.process_sets import ProcessSetLike, global_process_set
+from ..world import ProcessSetLike, global_process_set
 
 _LARGE_BYTES, _PACKED_BYTES = 1 << 18, 8 << 20
 """From which size on a tensor is sent from where it is, and about how many bytes of smaller ones are packed."""
