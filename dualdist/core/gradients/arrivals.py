@@ -36,16 +36,12 @@ class Arrivals:
         mark_ready: Callable[[Sequence[int]], None],
         at_end: Callable[[], None],
     ) -> None:
-        """Prepare. Local.
+        """Prepare. Local. params, pass_counts: those to which the indices refer, and for each what Reducer says.
 
-        Args:
-            params: those to which the indices refer; more may be added.
-            pass_counts: of each parameter, see Reducer.
-            at_begin: called with the first gradient of each autograd graph task.
-            handle_single: called with a gradient; it calls `add_single` if that is to be combined.
-            mark_ready: called with a group of gradients in the expected order.
-            at_end: called once at the end of each autograd graph task in which a gradient was handled, and after each
-                nested one for which it has called `continue_outside`.
+        at_begin: called with the first gradient of each autograd graph task. handle_single: called with a gradient; it
+        calls `add_single` if that is to be combined. mark_ready: called with a group of gradients in the expected
+        order. at_end: called once at the end of each autograd graph task in which a gradient was handled, and after
+        each nested one for which it has called `continue_outside`.
         """
         self._params, self._pass_counts = params, pass_counts
         self._at_begin, self._at_end = at_begin, at_end
@@ -178,7 +174,7 @@ class Arrivals:
 
     def release(self) -> None:
         """Drop the callbacks, whose object may refer to this one. The hooks have been removed."""
-        self._at_begin = self._handle_single = self._handle = self._mark_ready = self._at_end = _ignore
+        self._at_begin = self._handle_single = self._handle = self._mark_ready = self._at_end = lambda *_: None
 
     def forget(self) -> None:
         """Forget the gradients that have arrived, and the graph tasks that will call `at_end`."""
@@ -195,7 +191,3 @@ def _in_compiled_backward() -> bool:
         return False
     # Before torch 2.5, the setting itself ends with the compiled backward.
     return bool(getattr(module, "in_compiled_autograd_region", module.compiled_autograd_enabled))
-
-
-def _ignore(*_: object) -> None:
-    """Take the place of a callback."""

@@ -192,17 +192,14 @@ def lay_out(
 
 def _by_size(params: Sequence[TrackedParameter], members: Sequence[int], cap: int) -> list[list[int]]:
     """Return `members`, in their order, in parts of about `cap` bytes; the first one is smaller."""
-    parts: list[list[int]] = []
-    pending: list[int] = []
+    parts: list[list[int]] = [[]]
     size, limit = 0, min(cap, FIRST_BUCKET_BYTES)
     for index in members:
-        pending.append(index)
-        size += params[index].like.nbytes
         if size >= limit:
-            parts.append(pending)
-            pending, size, limit = [], 0, cap
-    if pending:
-        parts.append(pending)
+            parts.append([])
+            size, limit = 0, cap
+        parts[-1].append(index)
+        size += params[index].like.nbytes
     return parts
 
 
@@ -233,7 +230,7 @@ def _bucket(params: Sequence[TrackedParameter], members: Sequence[int], sparse: 
         like, dtype = params[index].like, params[index].dtype
         if index in sparse:
             like = as_real(torch.empty(0, dtype=dtype, device="meta"))
-        elif not _is_dense(like):
+        elif torch.empty_like(like).stride() != like.stride():  # its elements have gaps or overlap
             like = torch.empty(like.shape, device="meta")
         if dtype.is_complex:
             start += start % 2  # complex numbers must begin at an even element
@@ -241,17 +238,6 @@ def _bucket(params: Sequence[TrackedParameter], members: Sequence[int], sparse: 
         start += like.numel()
     own = tuple(params[index] for index in members)
     return Bucket(tuple(slots), own, start, own[0].like.dtype, own[0].device)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of `tensor` fill one block of memory without gaps or overlaps."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 # What a rank contributes to a gradient: its kind, a byte.
@@ -582,28 +568,18 @@ class Contributions:
     def exchange(self, group: Group, kinds: bytes | None) -> None:
         """Combine the kinds of all members. Collective over `group`. kinds: of this rank; None: it has joined."""
         count = len(self._expected)
-        own = bytes(count) if kinds is None else kinds
-        is_incomplete = kinds is not None and own != self._expected
-        flags = [kind & part != 0 for part in (DENSE, SPARSE, NEW, LEFT_OUT) for kind in own]
-        flags += [kind & (NEW | LEFT_OUT | FINAL) == NEW for kind in own]
-        any_final = any(kind & FINAL for kind in own)
         # On the CPU, whatever the device of the gradients.
-        sent = torch.tensor([*flags, any_final, is_incomplete], dtype=torch.int32, device="cpu")
+        own = torch.tensor(list(bytes(count) if kinds is None else kinds), dtype=torch.int32, device="cpu")
+        is_incomplete = torch.tensor([kinds not in (None, self._expected)], device="cpu")
+        rows = [own & part != 0 for part in (DENSE, SPARSE, NEW, LEFT_OUT, FINAL)]
+        sent = torch.cat([*rows, own & (NEW | LEFT_OUT | FINAL) == NEW, is_incomplete]).int()
         group.allreduce_(sent, Max).wait()
-        *received, any_final, any_incomplete = sent.tolist()
-        parts = [received[start : start + count] for start in range(0, len(received), count)]
-        combined = bytes(
-            dense * DENSE | sparse * SPARSE | NEW if new and (dense or sparse) else NOTHING
-            for dense, sparse, new in zip(*parts[:3], strict=True)
-        )
-        self.left_out = frozenset(
-            index
-            for index, left_out, reached in zip(self._indices, *parts[3:], strict=True)
-            if left_out and not reached
-        )
+        dense, sparse, new, left_out, final, reached = sent[:-1].bool().view(6, count)
+        combined = bytes(((dense * DENSE + sparse * SPARSE + NEW) * (new & (dense | sparse))).tolist())
         self.combined = [combined[start:end] for start, end in itertools.pairwise([0, *self._ends])]
-        self.announced, self._any_final = kinds, bool(any_final)
-        self.is_complete = not any_incomplete
+        is_left_out = (left_out & ~reached).tolist()
+        self.left_out = frozenset(itertools.compress(self._indices, is_left_out))
+        self.announced, self._any_final, self.is_complete = kinds, bool(final.any()), not sent[-1]
 
 
 class Layout:

@@ -18,6 +18,8 @@ from ..collectives.reduction import Compression, Compressor, Reduction, wire_dty
 from ..types import Average
 from ..world import ProcessSet
 
+Named = Sequence[tuple[str, torch.Tensor]]
+"""(name, parameter) pairs."""
 OPTIMIZER = Kind("DistributedOptimizer", "DISTRIBUTEDOPTIMIZER", Data.NONE)
 """Compares the layout of the gradients when an optimizer is wrapped."""
 
@@ -46,7 +48,7 @@ class SyncOptions:
     owner: weakref.ref[torch.optim.Optimizer] | None = None
     """The optimizer; None if the wrapper has none."""
 
-    @property
+    @functools.cached_property
     def can_repeat(self) -> bool:
         """Whether gradients that were combined stay the same when they are combined once more."""
         return self.reduction.op == Average and self.only_casts and self.comm_hook is None
@@ -77,8 +79,7 @@ def combiners_of(params: Sequence[torch.Tensor]) -> list[Combiner]:
     own = {id(param) for param in params}
 
     def found() -> list[Combiner]:
-        others = (one for one in alive if not one.is_released)
-        return [one for one in others if any(id(param) in own for param in one.params())]
+        return [one for one in alive if not one.is_released and any(id(param) in own for param in one.params())]
 
     if found():
         gc.collect()  # their owners may be garbage
@@ -90,25 +91,18 @@ class Combiner:
 
     kind: Kind = OPTIMIZER
     """The kind of wrapper that it belongs to."""
-
     is_released = False
     """Whether `release` was called."""
-
     can_repeat = False
     """Whether what was combined stays the same when it is combined once more."""
-
     enabled = False
     """Whether backward combines gradients. If not, they accumulate locally."""
-
     is_in_world = True
     """Whether the other ranks know this object. If not, they learn of it when it first combines gradients."""
-
     fills = True
     """Whether parameters may get dense zeros as gradients: not if the optimizer takes only sparse ones."""
-
     passes = 1
     """How many backward passes accumulate before gradients are combined."""
-
     comm_hook: Any = None
     """As in SyncOptions."""
 
@@ -116,8 +110,8 @@ class Combiner:
         """Return the parameters."""
         return []
 
-    def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Add parameters, as (name, parameter) pairs. Collective.
+    def add(self, named: Named) -> None:
+        """Add parameters. Collective.
 
         Raises CollectiveMismatchError when names, shapes, dtypes or memory layouts differ between ranks.
         """

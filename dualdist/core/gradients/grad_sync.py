@@ -30,7 +30,7 @@ from ..types import Average
 from ..world import current
 from . import arrivals
 from .buckets import TrackedParameter, has_numbers, without_memory
-from .combiner import OPTIMIZER, Combiner, SyncOptions, alive, combiners_of
+from .combiner import OPTIMIZER, Combiner, Named, SyncOptions, alive, combiners_of
 from .reducer import Reducer, members_of
 
 _NUM_ALONE = 10
@@ -47,21 +47,13 @@ class GradSync(Combiner):
     _num_made: ClassVar[int] = 0
 
     def __init__(
-        self,
-        named: Sequence[tuple[str, torch.Tensor]],
-        options: SyncOptions,
-        owner: object,
-        passes: int = 1,
-        *,
-        compares_late: bool = False,
+        self, named: Named, options: SyncOptions, owner: object, passes: int = 1, *, compares_late: bool = False
     ) -> None:
         """Register hooks on the parameters. Collective, as `add` is.
 
-        Args:
-            named: (name, parameter) pairs.
-            owner: the optimizer or module; the hooks are removed when it is deleted.
-            passes: how many backward passes accumulate before gradients are combined.
-            compares_late: the ranks compare the layout at the first gradients. Then this is local, and needs no world.
+        owner: the optimizer or module; the hooks are removed when it is deleted. passes: how many backward passes
+        accumulate before gradients are combined. compares_late: the ranks compare the layout at the first gradients.
+        Then this is local, and needs no world.
         """
         self.kind, self.passes = options.kind, passes
         self.after_combining: Callable[[], None] | None = None
@@ -87,14 +79,9 @@ class GradSync(Combiner):
         more refer to a hook that runs."""
         self._first = -1
         """The parameter whose gradient arrived first in the last backward. It has one more hook: `watch`."""
-        self._arrivals: arrivals.Arrivals = (extension("arrival_order") or arrivals).Arrivals(
-            self._params,
-            self._pass_counts,
-            self._begin,
-            self._handle_single,
-            self._reducer.mark_ready,
-            self._end_of_backward,
-        )
+        make = (extension("arrival_order") or arrivals).Arrivals
+        callbacks = self._begin, self._handle_single, self._reducer.mark_ready, self._end_of_backward
+        self._arrivals: arrivals.Arrivals = make(self._params, self._pass_counts, *callbacks)
         self._enabled = True
         self._counted: set[int] = set()
         """Parameters whose passes the current backward has counted."""
@@ -119,7 +106,7 @@ class GradSync(Combiner):
         self.add(named)
         weakref.finalize(owner, self.release).atexit = False
 
-    def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def add(self, named: Named) -> None:
         """Add parameters. Collective over the process set: the ranks compare the layout.
 
         In an elastic job they compare it at the first gradients, because a later process is alone when it makes one.
@@ -430,7 +417,6 @@ class GradSync(Combiner):
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Accumulate gradients locally in the `with` block. The next backward combines the accumulated gradients."""
         before, self.enabled = self.enabled, False
         try:
             yield

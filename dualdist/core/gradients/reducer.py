@@ -80,7 +80,7 @@ from ..agreement.call import Call, Data, Kind, call_site, no_data
 from ..agreement.channel import Channel
 from ..agreement.connections import Verdict
 from ..agreement.guard import OutOfStepError, in_turn
-from ..backends.base import FailedWork, Group, Work
+from ..backends.base import CombinedWork, FailedWork, Group, Work
 from ..collectives.join import after_join
 from ..collectives.reduction import scale_, wire_dtype
 from ..launch import is_on
@@ -140,10 +140,8 @@ class SentBucket:
     memory: BucketMemory
     work: Work
     """Ends when its data has been combined."""
-    combined: Callable[[float], torch.Tensor | None]
-    """Called after `work`, with what a sum is multiplied by. Returns the combined gradients, None if a hook raised."""
-    raised: Callable[[], Exception | None] = lambda: None
-    """Called after `combined`. Returns what a communication hook has raised."""
+    combined: Callable[[float], torch.Tensor | Exception]
+    """Called after `work`, with what a sum is multiplied by. Returns the combined gradients, or what a hook raised."""
 
 
 class Reducer:
@@ -156,12 +154,10 @@ class Reducer:
     """Of the parameters in the last `lay_out`."""
 
     def __init__(self, options: SyncOptions, member: object | None, pass_counts: Sequence[int]) -> None:
-        """Prepare. Local.
+        """member: the GradSync; it takes part with zeros after this rank has called `join`.
 
-        Args:
-            member: the GradSync; it takes part with zeros after this rank has called `join`.
-            pass_counts: of each parameter, how many backward passes added to its gradient since the ranks last combined
-                it. 0 or 1 if GradSync does not count them (see its `_counts`).
+        pass_counts: of each parameter, how many backward passes added to its gradient since the ranks last combined it.
+        0 or 1 if GradSync does not count them (see its `_counts`).
         """
         self.options, self.member, self._pass_counts = options, member, pass_counts
         self.given: Set[int] = frozenset()
@@ -317,12 +313,9 @@ class Reducer:
             self._send_next(empty=empty, at_end=True)
 
     def _send_next(self, *, empty: bool = False, is_complete: bool = False, at_end: bool = False) -> None:
-        """Send the next bucket.
+        """Send the next bucket. empty: with zeros. at_end: whether `reduce` follows at once.
 
-        Args:
-            empty: with zeros.
-            is_complete: whether backward has reached all of its parameters.
-            at_end: whether `reduce` follows at once.
+        is_complete: whether backward has reached all of its parameters.
         """
         place, options, channel = len(self._sent), self.options, self._channel
         bucket, can_set_early = self.layout.buckets[place], self._can_set_early
@@ -397,7 +390,7 @@ class Reducer:
         step = f"{self._id}.{self._buckets_sent - place}"
         work = self.hooks.send(place, memory.flat, bucket, is_last, channel, step)
         recorded = self._recorded(channel, place, memory, work)
-        return SentBucket(memory, recorded, lambda factor: work.result, lambda: work.error)
+        return SentBucket(memory, recorded, lambda factor: work.result if work.error is None else work.error)
 
     @property
     def _can_set_early(self) -> bool:
@@ -460,15 +453,11 @@ class Reducer:
         self.layout.order.mark(completed)
         while self.layout.order.is_complete(len(self._sent)):
             self._send_next(empty=True)
-
-        def wait() -> None:
-            for sent in self._sent:
-                sent.work.wait()
-
         held = (index for sent in self._sent for index in sent.memory.held())
         overwritten = next((self.layout.params[index].name for index in held), None)
         if self.options.comm_hook is None:
-            self._channel.receive(self._announcement(self._channel), wait)
+            received = CombinedWork([sent.work for sent in self._sent])
+            self._channel.receive(self._announcement(self._channel), received.wait)
         else:  # other ranks may take part only after the announcement
             self.layout.release_memory()
         self.start_over()
@@ -632,9 +621,10 @@ class Reducer:
             kinds = self.layout.contributions.combined_now(place, can_repeat=can_repeat)
             if keep:
                 combined = sent.combined(factor / (divided_by if memory.factor == 1.0 else 1))
-                if combined is not None:
+                if isinstance(combined, torch.Tensor):
                     memory.fill(combined)
-                error = error or sent.raised()
+                else:
+                    error = error or combined
                 self.used.update(memory.contributed(kinds))
                 memory.set_gradients(kinds)
             else:

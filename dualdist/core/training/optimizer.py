@@ -22,7 +22,7 @@ from ..agreement.call import remember_call_site
 from ..checks import flag, instance, integer, is_dtensor, items, mapping, number, wrong
 from ..collectives.reduction import Compression, Compressor, Reduction, checked_compression, reduce_op
 from ..compiling import not_compiled
-from ..gradients.combiner import OPTIMIZER, Combiner, SyncOptions, combiners_of
+from ..gradients.combiner import OPTIMIZER, Combiner, Named, SyncOptions, combiners_of
 from ..gradients.grad_sync import GradSync
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Op, Sum
 from ..world import ProcessSetLike, checked_process_set, global_process_set, reporting
@@ -184,27 +184,15 @@ def DistributedOptimizer(
         members = _grouped(groups, num_groups, [param for _, param in named])
         if isinstance(optimizer, SynchronizedOptimizer):
             _undistributed(optimizer)
-        options = SyncOptions(
-            Reduction(op, 1.0 / factor, factor),
-            compression,
-            process_set,
-            sparse_as_dense,
-            groups=members,
-            comm_hook=hook,
-            optimizer=type(optimizer).__name__,
-        )
+        how = Reduction(op, 1.0 / factor, factor), compression, process_set, sparse_as_dense
+        options = SyncOptions(*how, groups=members, comm_hook=hook, optimizer=type(optimizer).__name__)
         _check_overlap(named, options)
     remember_call_site()
     return _distributed(optimizer, named, options, passes)
 
 
 def _distributed(
-    optimizer: torch.optim.Optimizer,
-    named: Sequence[tuple[str, torch.Tensor]],
-    options: SyncOptions,
-    passes: int,
-    *,
-    compares_late: bool = False,
+    optimizer: torch.optim.Optimizer, named: Named, options: SyncOptions, passes: int, *, compares_late: bool = False
 ) -> SynchronizedOptimizer:
     """Change `optimizer` so that it combines gradients, and return it. compares_late: as for GradSync."""
     combiner = Combiner()
@@ -328,7 +316,7 @@ def _check_model(params: Sequence[torch.Tensor]) -> None:
         batch_norm.check_layers(batch_norm.layers_with(params))
 
 
-def _check_overlap(named: Sequence[tuple[str, torch.Tensor]], options: SyncOptions) -> None:
+def _check_overlap(named: Named, options: SyncOptions) -> None:
     """Raise ValueError if another optimizer combines some of these gradients, too, and that would change them again."""
     for other in combiners_of([param for _, param in named]):
         if options.can_repeat and other.can_repeat:
