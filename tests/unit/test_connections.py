@@ -70,7 +70,7 @@ def test_members_that_wait_are_woken_by_one_with_news(size: int) -> None:
             for number in range(20):
                 while peers.rank != number % size and not peers.wait_for_peers(signal, 20):
                     pass
-                peers.alert()
+                peers.allgather_messages(b"")
                 received = peers.allgather_messages(b"%d" % number)
         return [int(message) for message in received]
 

@@ -49,14 +49,9 @@ def warn_deprecated(message: str) -> None:
     needs the number of frames between this function and the user's line, which differs between the public functions.
     """
     frame = _user_frame()
-    warnings.warn_explicit(
-        message,
-        DeprecationWarning,
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        module=frame.f_globals.get("__name__"),
-        registry=frame.f_globals.setdefault("__warningregistry__", {}),
-    )
+    place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, DeprecationWarning, *place, registry)
 
 
 def _user_frame() -> FrameType:

@@ -57,13 +57,7 @@ class Request(Generic[T]):
     """
 
     def __init__(self, state: int, call: Call, execute: Execute[T] | None = None, error: str = "") -> None:
-        """Make the request.
-
-        Args:
-            state: ACTIVE, JOINED or FAILED, as matching.py defines them.
-            execute: None for a call that only takes part in the agreements.
-            error: for FAILED: the error that this rank raised.
-        """
+        """execute: None for a call that only takes part in the agreements. error: for FAILED: what this rank raised."""
         self.state, self.call, self.execute = state, call, execute
         self.issued = time.time_ns()
         self.record = Record(call, self.issued)
@@ -410,7 +404,7 @@ class Channel:
                 self._drain(found, requests)
                 return requests, found
             self._wait_for_news(standing, deadline)
-            self._connections.alert()
+            self._connections.allgather_messages(b"")  # ends `wait_for_peers` on all members
 
     def _standing(self) -> tuple[list[Request[Any]], Standing]:
         """Return this rank's pending requests, and what it reports about them to the other members."""

@@ -93,17 +93,11 @@ class Connections(Links):
     ) -> None:
         """Connect to the peers. Collective over `ranks`; a rank that is not a member gets no connections.
 
-        Args:
-            listener: of this process; None in a world of one.
-            name: the same on all members, and used once.
-            ranks: global ranks of the members.
-            rank: the global rank of this process.
-            timeout: seconds to wait for the other members in each exchange.
-            connect_timeout: seconds to wait for their connections; None: the same.
-            check: as for Links.
+        listener: of this process; None in a world of one. name, check: as for `connect`. ranks, rank: as for Links.
+        timeout: seconds to wait for the other members in each exchange. connect_timeout: and for their connections;
+        None: the same.
 
-        Raises:
-            HorovodInternalError: a peer cannot be reached.
+        Raises HorovodInternalError if a peer cannot be reached.
         """
         super().__init__(ranks, rank)
         self._timeout = timeout
@@ -140,23 +134,6 @@ class Connections(Links):
         except (OSError, ValueError) as error:
             raise _lost(error) from error
         return messages[self.size - self.rank :] + messages[: self.size - self.rank]
-
-    def alert(self) -> None:
-        """End `wait_for_peers` on all members, and return when all have called this. Collective over the members.
-
-        Raises as `allgather_messages` does.
-        """
-        deadline = self.deadline()
-        try:
-            for _, target, _ in self._rounds:
-                unsent = memoryview(framed([b""]))
-                while unsent := unsent[target.send(unsent) :]:
-                    _wait(target.socket, None, deadline)
-            for _, _, source in self._rounds:
-                while not source.take(1):
-                    source.wait(deadline)
-        except (OSError, ValueError) as error:
-            raise _lost(error) from error
 
     def wait_for_peers(self, signal: socket.socket, seconds: float) -> bool:
         """Wait until a peer has sent something, `signal` is readable, or for `seconds`. Return whether a peer has."""
@@ -253,13 +230,7 @@ class _Peer:
 
     def wait(self, deadline: float) -> None:
         """Wait until the peer has sent something or has left. Raises StallError at the deadline."""
-        if not self._poll.poll(min(_LONGEST_POLL, 1e3 * _left(deadline))):
-            raise StallError("A rank sent nothing in time.")
-
-
-def _left(deadline: float) -> float:
-    """Return how many seconds are left, at least 1 ms: a timeout of 0 makes a socket non-blocking."""
-    return max(1e-3, deadline - time.monotonic())
+        _poll(self._poll, deadline)
 
 
 def _lost(error: OSError | ValueError) -> HorovodInternalError:
@@ -272,7 +243,11 @@ def _wait(writable: socket.socket, readable: socket.socket | None, deadline: flo
     if readable is not None:
         poll.register(readable, select.POLLIN)
     poll.register(writable, select.POLLOUT | (select.POLLIN if writable is readable else 0))
-    if not poll.poll(min(_LONGEST_POLL, 1e3 * _left(deadline))):
+    _poll(poll, deadline)
+
+
+def _poll(poll: select.poll, deadline: float) -> None:
+    if not poll.poll(min(_LONGEST_POLL, 1e3 * max(1e-3, deadline - time.monotonic()))):
         raise StallError("A rank sent nothing in time.")
 
 

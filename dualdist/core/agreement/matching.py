@@ -13,9 +13,10 @@ member computes the same from that:
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..checks import shown_ranks
 from .call import Call, Data
@@ -106,8 +107,6 @@ def _shortened(call: Call, argument: str, entry: int) -> Call:
     return replace(call, arguments=((f"{argument}[{entry}]", shown),))
 
 
-MatchKey = tuple[tuple[str, str | None], int]
-"""What matches a call: `Call.key`, and how many older pending calls of the member have the same."""
 EntriesByIndex = dict[int, PendingCall]
 """Pending calls of one member, by their index in its Standing."""
 
@@ -175,13 +174,10 @@ def match(standings: Sequence[Standing], ranks: Sequence[int]) -> Match:
 
 def _failures(standings: Sequence[Standing], ranks: Sequence[int]) -> list[Outcome]:
     """Return an outcome for each failed call, with the entries of the members that made a call from its line."""
-    by_line: dict[tuple[tuple[str, int], int], dict[int, int]] = defaultdict(dict)
+    by_line: dict[Any, dict[int, int]] = defaultdict(dict)
     for place, standing in enumerate(standings):
-        older: dict[tuple[str, int], int] = defaultdict(int)
-        for index, entry in enumerate(standing.entries):
-            if entry.state != JOINED:
-                by_line[entry.call.site, older[entry.call.site]][place] = index
-                older[entry.call.site] += 1
+        for line, index in _numbered(dict(enumerate(standing.entries)), "site", (ACTIVE, FAILED)).items():
+            by_line[line][place] = index
     outcomes = []
     for found in by_line.values():
         entries = {place: standings[place].entries[index] for place, index in found.items()}
@@ -222,7 +218,7 @@ def _without_partners(failures: Sequence[Outcome], standings: Sequence[Standing]
 
 def _match_calls(pending: Sequence[EntriesByIndex], active: Sequence[int], ranks: Sequence[int]) -> Iterable[Outcome]:
     """Yield an outcome for each call that all active members have made, in the order of the first of them."""
-    keyed = [_keyed(own) for own in pending]
+    keyed = [_numbered(own, "key") for own in pending]
     candidates = keyed[active[0]] if active else {key: 0 for own in keyed for key in own}
     for key in candidates:
         if all(key in keyed[place] for place in active):
@@ -231,15 +227,16 @@ def _match_calls(pending: Sequence[EntriesByIndex], active: Sequence[int], ranks
             yield Outcome(_judge(calls, ranks), tuple(found.get(place) for place in range(len(ranks))))
 
 
-def _keyed(own: EntriesByIndex) -> dict[MatchKey, int]:
-    older: dict[tuple[str, str | None], int] = defaultdict(int)
-    keyed = {}
+def _numbered(own: EntriesByIndex, kind: str, states: Sequence[int] = (ACTIVE,)) -> dict[Any, int]:
+    """Return the indices of the calls by their attribute `kind` and by how many older ones in these states have it."""
+    older: Counter[Any] = Counter()
+    numbered = {}
     for index, entry in own.items():
-        if entry.state == ACTIVE:
-            key = entry.call.key
-            keyed[key, older[key]] = index
-            older[key] += 1
-    return keyed
+        if entry.state in states:
+            value = getattr(entry.call, kind)
+            numbered[value, older[value]] = index
+            older[value] += 1
+    return numbered
 
 
 def _judge(entries: Mapping[int, PendingCall], ranks: Sequence[int]) -> Verdict:
@@ -264,10 +261,7 @@ def _judge(entries: Mapping[int, PendingCall], ranks: Sequence[int]) -> Verdict:
 
 
 def _end_all(
-    pending: Sequence[EntriesByIndex],
-    active: Sequence[int],
-    standings: Sequence[Standing],
-    ranks: Sequence[int],
+    pending: Sequence[EntriesByIndex], active: Sequence[int], standings: Sequence[Standing], ranks: Sequence[int]
 ) -> list[Outcome]:
     """Return outcomes in which all pending calls of the active members raise, so that they are in step again."""
     awaited: dict[int, list[Call]] = defaultdict(list)
