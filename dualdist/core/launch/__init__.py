@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 from collections import Counter, defaultdict
@@ -26,15 +27,13 @@ from .launchers import ELASTIC_DIR as ELASTIC_DIR
 from .launchers import LAUNCHERS, NUMBERS, OUTERMOST, SITE, Launcher
 from .launchers import SPAWN as SPAWN
 
+_wrong = functools.partial(wrong, error=ConfigurationError)
 _BY_HAND = ("env", SITE)
 """Launchers whose variables a script or a site can set under another launcher."""
 
 
-class _Candidate(NamedTuple):
-    """A launcher whose variables are set: the Launch that they describe, or what is wrong with them."""
-
-    row: Launcher
-    launch: Launch | ConfigurationError
+_Found = dict[Launcher, Launch | ConfigurationError]
+"""The launchers whose variables are set, with the Launch that they describe, or what is wrong with them."""
 
 
 def detect(env: Mapping[str, str], mpi_size: Callable[[], int] | None = None) -> Launch:
@@ -52,83 +51,75 @@ def detect(env: Mapping[str, str], mpi_size: Callable[[], int] | None = None) ->
     find_site = extension("site_launcher") if any([name.endswith("_FROM") for name in env]) else None
     site = None if find_site is None else find_site(env)
     known = (*LAUNCHERS, site) if site else LAUNCHERS
-    candidates = _candidates(known, env)
-    if not candidates:
+    found = _candidates(known, env)
+    if not found:
         return _plain_python(env)
-    for candidate in candidates:
-        launch = candidate.launch
-        if isinstance(launch, Launch) and not _disagreeing(candidate, candidates, env):
-            if launch.size == 1 and candidate.row in LAUNCHERS and launch.launcher not in OUTERMOST:
-                _check_marks(candidate.row, env)
-            return _located(launch, candidate.row, env)
-    for candidate in candidates:
-        if isinstance(candidate.launch, ConfigurationError):
-            is_innermost = not _disagreeing(candidate, candidates, env)
-            if candidate.row.asks_mpi and mpi_size and is_innermost and env.get(candidate.row.rank):
-                return _located(_read(candidate.row, env, mpi_size()), candidate.row, env)
-            raise candidate.launch
-    raise _conflict(candidates, env)
+    for row, launch in found.items():
+        if isinstance(launch, Launch) and not _disagreeing(row, found, env):
+            if launch.size == 1 and row in LAUNCHERS and launch.launcher not in OUTERMOST:
+                _check_marks(row, env)
+            return _located(launch, row, env)
+    for row, problem in found.items():
+        if isinstance(problem, ConfigurationError):
+            if row.asks_mpi and mpi_size and env.get(row.rank) and not _disagreeing(row, found, env):
+                return _located(_read(row, env, mpi_size()), row, env)
+            raise problem
+    raise _conflict(found, env)
 
 
 def _is_said_to_be_alone(env: Mapping[str, str]) -> bool:
     said = env.get("DUALDIST_LAUNCHER", "")
     if said not in ("", "python", *OUTERMOST):
-        raise ConfigurationError(
-            f"`DUALDIST_LAUNCHER` must be 'python' where it is set by hand, but is {said!r} instead. "
-            "Unset it to let the launcher's variables decide."
-        )
+        fix = "Unset it to let the launcher's variables decide."
+        raise _wrong("DUALDIST_LAUNCHER", "'python' where it is set by hand", said, fix)
     return said == "python"
 
 
-def _candidates(rows: tuple[Launcher, ...], env: Mapping[str, str]) -> list[_Candidate]:
+def _candidates(rows: tuple[Launcher, ...], env: Mapping[str, str]) -> _Found:
     """Return the launchers of `rows` that `env` has a marker of, without those whose variables others have set."""
-    found = []
+    found: _Found = {}
     for row in rows:
         if _is_marked(row, env):
             try:
-                found.append(_Candidate(row, _read(row, env)))
+                found[row] = _read(row, env)
             except ConfigurationError as error:
                 # Its traceback refers to the frames of `init`, and these to the world.
-                found.append(_Candidate(row, error.with_traceback(None)))
-    return [candidate for candidate in found if not _is_set_by_another(candidate, found, env)]
+                found[row] = error.with_traceback(None)
+    return {row: launch for row, launch in found.items() if not _is_set_by_another(row, found, env)}
 
 
-def _is_set_by_another(candidate: _Candidate, found: list[_Candidate], env: Mapping[str, str]) -> bool:
-    """Return whether another launcher has set the variables of `candidate` beside its own."""
-    fields = ["rank", "size"] if candidate.row.size else ["rank"]
-    own = [env.get(getattr(candidate.row, field)) for field in fields]
-    for other in (other.row for other in found if other.row.name in candidate.row.set_too_by):
+def _is_set_by_another(row: Launcher, found: _Found, env: Mapping[str, str]) -> bool:
+    """Return whether another launcher has set the variables of `row` beside its own."""
+    fields = ["rank", "size"] if row.size else ["rank"]
+    own = [env.get(getattr(row, field)) for field in fields]
+    for other in [other for other in found if other.name in row.set_too_by]:
         has_namespace = env.get("PMIX_NAMESPACE", "").startswith(other.pmix_namespace)
         theirs = [env.get(getattr(other, field) or "") for field in fields]
-        if all(own) and own == theirs and (has_namespace or candidate.row.rank != "PMIX_RANK"):
+        if all(own) and own == theirs and (has_namespace or row.rank != "PMIX_RANK"):
             return True
     return False
 
 
-def _disagreeing(candidate: _Candidate, candidates: list[_Candidate], env: Mapping[str, str]) -> list[_Candidate]:
-    """Return the candidates that report other numbers and cannot have started `candidate`'s launcher."""
-    allowed = (candidate.row.name, *candidate.row.inside)
-    return [other for other in candidates if other.row.name not in allowed and not _agree(other, candidate, env)]
+def _disagreeing(row: Launcher, found: _Found, env: Mapping[str, str]) -> list[Launcher]:
+    """Return the launchers that report other numbers and cannot have started that of `row`."""
+    allowed = (row.name, *row.inside)
+    return [other for other in found if other.name not in allowed and not _agree(other, row, found, env)]
 
 
-def _agree(other: _Candidate, candidate: _Candidate, env: Mapping[str, str]) -> bool:
-    launch = candidate.launch
+def _agree(other: Launcher, row: Launcher, found: _Found, env: Mapping[str, str]) -> bool:
+    launch, theirs = found[row], found[other]
     if isinstance(launch, ConfigurationError):
         return False
-    if isinstance(other.launch, Launch):
-        return (launch.rank, launch.size) == (other.launch.rank, other.launch.size)
+    if isinstance(theirs, Launch):
+        return (launch.rank, launch.size) == (theirs.rank, theirs.size)
     # A size that is set by hand completes a rank of PMIx.
-    return launch.launcher in _BY_HAND and other.row.asks_mpi and env.get(other.row.rank) == str(launch.rank)
+    return launch.launcher in _BY_HAND and other.asks_mpi and env.get(other.rank) == str(launch.rank)
 
 
-def _conflict(candidates: list[_Candidate], env: Mapping[str, str]) -> ConfigurationError:
-    one = candidates[0]
-    launches = [one.launch, *(other.launch for other in _disagreeing(one, candidates, env))]
-    described = [
-        f"{launch.describe('rank')} and {launch.describe('size')} of {launch.launcher}"
-        for launch in launches[:2]
-        if isinstance(launch, Launch)
-    ]
+def _conflict(found: _Found, env: Mapping[str, str]) -> ConfigurationError:
+    first = next(iter(found))
+    launches = [launch for row in (first, *_disagreeing(first, found, env)) if isinstance(launch := found[row], Launch)]
+    described = [f"{one.describe('rank')} and {one.describe('size')} of {one.launcher}" for one in launches[:2]]
     return ConfigurationError(
         f"Rank and size must be the same from every launcher, but are {', and '.join(described)} instead. "
         "Unset the variables of the launcher that did not start this process."
@@ -158,35 +149,23 @@ def _read(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None = Non
     if rank is None or size is None or (mpi_size is not None and size < 2):
         raise _incomplete(launcher, env, mpi_size)
     if size < 1:
-        raise ConfigurationError(
-            f"`{names['size']}` must be at least 1, but is {size} instead. Set it to the number of processes."
-        )
+        raise _wrong(names["size"], "at least 1", size, "Set it to the number of processes.")
     if not 0 <= rank < size:
-        raise ConfigurationError(
-            f"`{names['rank']}` must be at least 0 and less than {names['size']}={size}, but is {rank} instead. "
-            "Give every process its own rank."
-        )
+        rule = f"at least 0 and less than {names['size']}={size}"
+        raise _wrong(names["rank"], rule, rank, "Give every process its own rank.")
     local_rank, local_size = values["local_rank"], values["local_size"]
     if local_size is None and _number(env, launcher.node_count, launcher) == 1:
         local_size, names["local_size"] = size, names["size"]
     # Slurm's list of sizes may be that of another part of a heterogeneous job.
     bound = local_size if launcher.node is None else None
     if bound is not None and not 1 <= bound <= size:
-        raise ConfigurationError(
-            f"`{names['local_size']}` must be at least 1 and at most {names['size']}={size}, but is {bound} "
-            f"instead. {_who_sets_it(launcher)}"
-        )
+        rule = f"at least 1 and at most {names['size']}={size}"
+        raise _wrong(names["local_size"], rule, bound, _who_sets_it(launcher))
     if local_rank is not None and bound is not None and local_rank >= bound:
-        raise ConfigurationError(
-            f"`{names['local_rank']}` must be less than {names['local_size']}={local_size}, but is {local_rank} "
-            f"instead. {_who_sets_it(launcher)}"
-        )
+        rule = f"less than {names['local_size']}={local_size}"
+        raise _wrong(names["local_rank"], rule, local_rank, _who_sets_it(launcher))
     return Launch(
-        launcher.name,
-        rank,
-        size,
-        local_rank,
-        local_size,
+        *(launcher.name, rank, size, local_rank, local_size),
         MappingProxyType({field: name for field, name in names.items() if name}),
         elastic=any(_is_set(env, marker) for marker in launcher.elastic),
         restarts=any(is_on(env, name) for name in launcher.restarts),
@@ -216,9 +195,7 @@ def _located(launch: Launch, launcher: Launcher, env: Mapping[str, str]) -> Laun
     """Return `launch` with the address where its processes meet, if the environment names it."""
     if env.get("MASTER_ADDR") and (port := env.get("MASTER_PORT")):
         if not port.isdecimal() or int(port) >= 1 << 16:
-            raise ConfigurationError(
-                f"`MASTER_PORT` must be a port, less than 65536, but is {port!r} instead. Set it to that of rank 0."
-            )
+            raise _wrong("MASTER_PORT", "a port, less than 65536", port, "Set it to that of rank 0.")
         return dataclasses.replace(launch, init_method="env://")
     if launcher.init_method == "env://" and launch.size > 1:
         raise ConfigurationError(
@@ -269,9 +246,7 @@ def _number(env: Mapping[str, str], name: str | None, launcher: Launcher) -> int
         return None
     if text.isdecimal():
         return int(text)
-    raise ConfigurationError(
-        f"`{name}` must be a whole number of at least 0, but is {text!r} instead. {_who_sets_it(launcher)}"
-    )
+    raise _wrong(str(name), "a whole number of at least 0", text, _who_sets_it(launcher))
 
 
 def _who_sets_it(launcher: Launcher) -> str:
@@ -315,10 +290,8 @@ def launch_from(given: Mapping[str, Any], env: Mapping[str, str], mpi_size: Call
             "'tcp://host:port', 'file:///path' or 'env://', as in torch.distributed."
         )
     if not 0 <= launch.rank < launch.size:
-        raise ConfigurationError(
-            f"`rank` must be at least 0 and less than world_size={launch.size}, but is {launch.rank} instead. "
-            "Give every process its own rank."
-        )
+        rule = f"at least 0 and less than world_size={launch.size}"
+        raise _wrong("rank", rule, launch.rank, "Give every process its own rank.")
     return launch
 
 

@@ -33,6 +33,7 @@ class Launcher:
 
     name: str
     rank: str
+    """The variable with the rank. The next three have the other numbers, in the order of NUMBERS."""
     size: str | None
     """None: no variable has it, and only MPI can report it."""
     local_rank: str | None
@@ -85,10 +86,7 @@ LAUNCHERS = (
     ),
     Launcher(
         "horovodrun",
-        rank="HOROVOD_RANK",
-        size="HOROVOD_SIZE",
-        local_rank="HOROVOD_LOCAL_RANK",
-        local_size="HOROVOD_LOCAL_SIZE",
+        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
         markers=("HOROVOD_RANK", "HOROVOD_SIZE"),
         inside=(*MPI, *_SCHEDULERS, SITE),
         elastic=("HOROVOD_ELASTIC=1",),
@@ -97,20 +95,14 @@ LAUNCHERS = (
     ),
     Launcher(
         "jsrun",
-        rank="JSM_NAMESPACE_RANK",
-        size="JSM_NAMESPACE_SIZE",
-        local_rank="JSM_NAMESPACE_LOCAL_RANK",
-        local_size="JSM_NAMESPACE_LOCAL_SIZE",
+        *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
         markers=("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
         inside=OUTERMOST,
         starts_mpi=("JSM_NAMESPACE_SIZE",),
     ),
     Launcher(
         "mpirun",
-        rank="OMPI_COMM_WORLD_RANK",
-        size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         markers=("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
         inside=_SCHEDULERS,
         starts_mpi=("OMPI_COMM_WORLD_SIZE",),
@@ -119,20 +111,14 @@ LAUNCHERS = (
     ),
     Launcher(
         "mpirun_rsh",
-        rank="MV2_COMM_WORLD_RANK",
-        size="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+        *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
         markers=("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
         inside=_SCHEDULERS,
         starts_mpi=("MV2_COMM_WORLD_SIZE",),
     ),
     Launcher(
         "srun",
-        rank="SLURM_PROCID",
-        size="SLURM_STEP_NUM_TASKS",
-        local_rank="SLURM_LOCALID",
-        local_size="SLURM_STEP_TASKS_PER_NODE",
+        *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
         markers=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
         inside=OUTERMOST,
         starts_mpi=("PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI2_FD"),
@@ -144,11 +130,8 @@ LAUNCHERS = (
     # `flux start`, under another launcher, removes PMI_* and SLURM_* for its batch script (flux-environment(7)).
     Launcher(
         "flux",
-        rank="FLUX_TASK_RANK",
-        size="FLUX_JOB_SIZE",
-        local_rank="FLUX_TASK_LOCAL_ID",
-        # FLUX_JOB_NNODES does not say which of several nodes has how many tasks.
-        local_size=None,
+        *("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", None),
+        # It does not say which of several nodes has how many tasks.
         node_count="FLUX_JOB_NNODES",
         markers=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
         inside=("jsrun", "srun", "PALS", *OUTERMOST),
@@ -157,10 +140,7 @@ LAUNCHERS = (
     # mpiexec and aprun of HPE Cray EX. With `--pmi=pmix`, no variable has the size.
     Launcher(
         "PALS",
-        rank="PALS_RANKID",
-        size="PMI_SIZE",
-        local_rank="PALS_LOCAL_RANKID",
-        local_size="PALS_LOCAL_SIZE",
+        *("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
         markers=("PALS_RANKID",),
         inside=OUTERMOST,
         # Slurm's plugin cray_shasta (mpi_cray_shasta.c:mpi_p_slurmstepd_task) and Flux's cray-pals.
@@ -171,10 +151,7 @@ LAUNCHERS = (
     ),
     Launcher(
         "mpiexec",
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
+        *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         markers=("PMI_SIZE", "PMI_RANK"),
         inside=_SCHEDULERS,
         set_too_by=("jsrun", "srun", "flux", "PALS"),
@@ -184,10 +161,7 @@ LAUNCHERS = (
     # Open MPI's mpirun is prterun and sets PRTE_LAUNCHED, too.
     Launcher(
         "prterun",
-        rank="PMIX_RANK",
-        size=None,
-        local_rank=None,
-        local_size=None,
+        *("PMIX_RANK", None, None, None),
         markers=("PRTE_LAUNCHED",),
         inside=_SCHEDULERS,
         set_too_by=("mpirun",),
@@ -196,10 +170,7 @@ LAUNCHERS = (
     ),
     Launcher(
         "PMIx",
-        rank="PMIX_RANK",
-        size=None,
-        local_rank=None,
-        local_size=None,
+        *("PMIX_RANK", None, None, None),
         markers=("PMIX_RANK", "PMIX_NAMESPACE"),
         inside=_SCHEDULERS,
         set_too_by=("jsrun", "mpirun", "mpirun_rsh", "srun", "flux", "PALS", "mpiexec", "prterun"),
@@ -210,10 +181,7 @@ LAUNCHERS = (
     *(
         Launcher(
             name,
-            rank="DUALDIST_RANK",
-            size="DUALDIST_SIZE",
-            local_rank="DUALDIST_LOCAL_RANK",
-            local_size="DUALDIST_LOCAL_SIZE",
+            *("DUALDIST_RANK", "DUALDIST_SIZE", "DUALDIST_LOCAL_RANK", "DUALDIST_LOCAL_SIZE"),
             markers=(f"DUALDIST_LAUNCHER={name}",),
             inside=OUTERMOST,
             is_command=False,
@@ -222,12 +190,6 @@ LAUNCHERS = (
         for name in OUTERMOST
     ),
     # torchrun's variables, set by hand or by a cluster.
-    Launcher(
-        "env",
-        *_TORCH_NUMBERS,
-        markers=("RANK", "WORLD_SIZE"),
-        init_method="env://",
-        is_command=False,
-    ),
+    Launcher("env", *_TORCH_NUMBERS, markers=("RANK", "WORLD_SIZE"), init_method="env://", is_command=False),
 )
 """Where several launchers report the same numbers, the first row wins."""
