@@ -24,11 +24,7 @@ GROUPED_ALLGATHER = Kind("grouped_allgather", "ALLGATHER")
 
 @planned(ALLGATHER)
 def plan_allgather(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    *,
-    grouped: bool = False,
-    process_set: ProcessSetLike,
+    tensors: Sequence[torch.Tensor], name: str | None = None, *, grouped: bool = False, process_set: ProcessSetLike
 ) -> Plan[tuple[Any, ...]]:
     """Return the plan of an allgather.
 
@@ -89,8 +85,7 @@ def allgather_async(
 
     Collective like `allgather`, with the same arguments, shapes and errors.
     """
-    plan = plan_allgather([tensor], name, process_set=process_set)
-    return plan.submit(lambda outputs: outputs[0])
+    return plan_allgather([tensor], name, process_set=process_set).submit(lambda outputs: outputs[0])
 
 
 @not_compiled
@@ -106,8 +101,7 @@ def grouped_allgather(
     Collective like `allgather`, with the same arguments, shapes and errors. The tensors may differ in shape and dtype,
     but not in device.
     """
-    plan = plan_allgather(tensors, name, grouped=True, process_set=process_set)
-    return plan.run(allgather_gradient, gradient)[:-1]
+    return plan_allgather(tensors, name, grouped=True, process_set=process_set).run(allgather_gradient, gradient)[:-1]
 
 
 @not_compiled

@@ -191,16 +191,9 @@ def grouped_allreduce(
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce(
-        tensors,
-        reduction,
-        name,
-        average=average,
-        compression=compression,
-        grouped=True,
-        process_set=process_set,
+        tensors, reduction, name, average=average, compression=compression, grouped=True, process_set=process_set
     )
-    outputs = plan.run(allreduce_gradient)
-    return list(outputs)
+    return list(plan.run(allreduce_gradient))
 
 
 @not_compiled

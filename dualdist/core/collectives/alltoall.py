@@ -42,11 +42,7 @@ def check_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
 
 def describe_rows(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the arguments for the Call of a collective that moves rows of `tensor`, (n, ...)."""
-    return {
-        "trailing_shape": tuple(tensor.shape[1:]),
-        "dtype": dtype_name(tensor.dtype),
-        "device": tensor.device.type,
-    }
+    return {"trailing_shape": tuple(tensor.shape[1:]), "dtype": dtype_name(tensor.dtype), "device": tensor.device.type}
 
 
 ALLTOALL = Kind("alltoall", "ALLTOALL")

@@ -99,16 +99,12 @@ def broadcast(
 
     Raises ValueError and HorovodInternalError as `allreduce` does.
     """
-    plan = plan_broadcast(tensor, root_rank, name, process_set=process_set)
-    return plan.run(broadcast_gradient, gradient)
+    return plan_broadcast(tensor, root_rank, name, process_set=process_set).run(broadcast_gradient, gradient)
 
 
 @not_compiled
 def broadcast_async(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSetLike = global_process_set,
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> int:
     """Start a `broadcast` and return a handle; `synchronize` returns the new tensor. Not differentiable.
 
@@ -119,10 +115,7 @@ def broadcast_async(
 
 @not_compiled
 def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSetLike = global_process_set,
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> torch.Tensor:
     """Overwrite `tensor` with rank `root_rank`'s and return it. Not differentiable.
 
@@ -133,10 +126,7 @@ def broadcast_(
 
 @not_compiled
 def broadcast_async_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSetLike = global_process_set,
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> int:
     """Start a `broadcast_` and return a handle; `synchronize` returns `tensor` itself. Not differentiable.
 

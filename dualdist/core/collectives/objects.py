@@ -165,11 +165,8 @@ def on_all_ranks(
         raise failure or broken from None
     if failure is not None:
         raise failure
-    failed = [
-        (rank, problem)
-        for rank, (_, problem) in zip(channel_of(process_set).group.ranks, outcomes, strict=True)
-        if problem is not None
-    ]
+    ranks = channel_of(process_set).group.ranks
+    failed = [(rank, problem) for rank, (_, problem) in zip(ranks, outcomes, strict=True) if problem is not None]
     if failed:
         rank, problem = failed[0]
         others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""

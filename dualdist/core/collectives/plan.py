@@ -260,7 +260,5 @@ def channel_and_root(process_set: ProcessSetLike, root_rank: Any) -> tuple[Chann
     channel = channel_of(process_set)
     ranks, rank = channel.group.ranks, integer("root_rank", root_rank, fix="Pass a global rank.")
     if rank not in ranks:
-        raise ValueError(
-            f"`root_rank` must be one of the ranks {list(ranks)}, but is {rank} instead. Pass a global rank."
-        )
+        raise wrong("root_rank", f"one of the ranks {list(ranks)}", rank, "Pass a global rank.")
     return channel, rank, ranks.index(rank)

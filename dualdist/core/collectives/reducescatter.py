@@ -88,8 +88,7 @@ def reducescatter(
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter([tensor], reduction, name, compression=compression, process_set=process_set)
-    (output,) = plan.run(reducescatter_gradient, gradient)
-    return output
+    return plan.run(reducescatter_gradient, gradient)[0]
 
 
 @not_compiled
@@ -128,8 +127,7 @@ def grouped_reducescatter(
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter(tensors, reduction, name, compression=compression, grouped=True, process_set=process_set)
-    outputs = plan.run(reducescatter_gradient, gradient)
-    return list(outputs)
+    return list(plan.run(reducescatter_gradient, gradient))
 
 
 @not_compiled
@@ -162,10 +160,8 @@ def reducescatter_gradient(ran: Any, *grads: torch.Tensor) -> Sequence[torch.Ten
         factor *= size
     if ran.gradient == Sum:
         factor /= size
-    gathered = []
-    for grad in grads:
-        plan = plan_allgather([grad], process_set=ran.process_set)
-        rows, _ = plan.run(allgather_gradient, ran.gradient)
+    plans = [plan_allgather([grad], process_set=ran.process_set) for grad in grads]
+    gathered = [plan.run(allgather_gradient, ran.gradient)[0] for plan in plans]
+    for rows in gathered:
         scale_(rows, factor)
-        gathered.append(rows)
     return gathered

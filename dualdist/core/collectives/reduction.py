@@ -30,19 +30,10 @@ from .wire import dtype_name
 # bool and small integers as int32, bfloat16 as float32, and complex numbers as pairs.
 
 REDUCED_AS = {
-    torch.float16: torch.float16,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-    torch.int32: torch.int32,
-    torch.int64: torch.int64,
-    torch.bool: torch.int32,
-    torch.uint8: torch.int32,
-    torch.int8: torch.int32,
-    torch.int16: torch.int32,
-    torch.bfloat16: torch.float32,
-    torch.complex64: torch.float32,
+    **{dtype: dtype for dtype in (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)},
+    **dict.fromkeys((torch.bool, torch.uint8, torch.int8, torch.int16), torch.int32),
+    **dict.fromkeys((torch.bfloat16, torch.complex64, torch.complex32), torch.float32),
     torch.complex128: torch.float64,
-    torch.complex32: torch.float32,
 }
 """Each dtype that can be reduced -> one that every backend reduces: itself or a wider one."""
 

@@ -89,7 +89,12 @@ def alltoall_rows(
 
     totals: how many rows each member sends. received: how many of them arrive from each member; None: not known.
     """
-    received = _alltoall_integers(group, splits) if received is None else list(received)
+    if received is None:
+        numbers = torch.tensor(splits, dtype=torch.int64, device="cpu")
+        data, each = as_bytes(numbers, group), [numbers.element_size()] * group.size
+        output = torch.empty_like(data)
+        group.alltoall(output, data, each, each).wait()
+        received = from_bytes(output, numbers.shape, numbers).tolist()
     row_bytes = _row_bytes(tensor)
     data = as_bytes(tensor, group)[: sum(splits) * row_bytes]
     output = torch.empty(sum(received) * row_bytes, dtype=torch.uint8, device=data.device)
@@ -97,17 +102,7 @@ def alltoall_rows(
         group.alltoall(
             output, data, [count * row_bytes for count in received], [count * row_bytes for count in splits]
         ).wait()
-    return from_bytes(output, (sum(received), *tensor.shape[1:]), tensor), received
-
-
-def _alltoall_integers(group: Group, numbers: Sequence[int]) -> list[int]:
-    """Send numbers[i] to member i, and return what each member sends to this one."""
-    sent = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    data = as_bytes(sent, group)
-    output = torch.empty_like(data)
-    each = [sent.element_size()] * group.size
-    group.alltoall(output, data, each, each).wait()
-    return list(map(int, from_bytes(output, sent.shape, sent).tolist()))
+    return from_bytes(output, (sum(received), *tensor.shape[1:]), tensor), list(received)
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
