@@ -142,12 +142,7 @@ def _checked(comm: Any, process_sets: Any, backend: Any, transport: Any) -> tupl
 def _check_joined(**given: str | int | None) -> None:
     """Raise ConfigurationError unless the joined world is as `given`; None: as it is."""
     joined = current().backend
-    own = {
-        "backend": joined.name,
-        "transport": joined.transport,
-        "rank": joined.rank,
-        "world_size": joined.size,
-    }
+    own = {"backend": joined.name, "transport": joined.transport, "rank": joined.rank, "world_size": joined.size}
     for name, value in given.items():
         if value not in (None, own[name]):
             rule = f"{own[name]!r}, as in the world that is joined"
@@ -178,15 +173,9 @@ def join_world(
         raise
     enter_world(context)
     if backend.rank == 0:
-        logger.info(
-            "dualdist runs on %s (%s), %s; %d processes, rank from %s; rank 0 is at %s.",
-            backend.name,
-            backend.transport,
-            chosen.reason,
-            backend.size,
-            launch.sources.get("rank", launch.launcher),
-            backend.address,
-        )
+        source = launch.sources.get("rank", launch.launcher)
+        facts = backend.name, backend.transport, chosen.reason, backend.size, source, backend.address
+        logger.info("dualdist runs on %s (%s), %s; %d processes, rank from %s; rank 0 is at %s.", *facts)
     return context
 
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from ..errors import HorovodInternalError, NotInitializedError
+from ..errors import NotInitializedError
 from . import accelerator, extension, needed, process
 from .agreement.call import Call, Data, Kind, call_site
 from .agreement.channel import Channel
@@ -99,15 +99,8 @@ class Context:
     def open_channel(self, set_id: int, ranks: Sequence[int], *, among_members: bool) -> None:
         """Open the channel of a process set. Collective over the world, or over `ranks` alone if `among_members`."""
         backend, name, seconds = self.backend, f"set {set_id}", self.settings.start_timeout_seconds
-        connections = Connections(
-            backend.listener,
-            name,
-            ranks,
-            backend.rank,
-            self.settings.stall_timeout_seconds,
-            seconds,  # all ranks have just met
-            self._check_ranks,
-        )
+        timeouts = self.settings.stall_timeout_seconds, seconds  # all ranks have just met
+        connections = Connections(backend.listener, name, ranks, backend.rank, *timeouts, backend.check_start)
         try:
             exchange = functools.partial(connections.allgather_messages, seconds=seconds)
             data, gradients = backend.new_groups(ranks, 2, exchange, among_members)
@@ -117,21 +110,9 @@ class Context:
         if not self.channels:
             backend.has_lost_rank = connections.has_failed_peer
         make_ahead = functools.partial(backend.new_device_group, ranks) if backend.runs_ahead else None
-        self.channels[set_id] = Channel(
-            name,
-            connections,
-            data,
-            gradients,
-            self.observation.observers,
-            functools.partial(_abort, self.channels, backend),  # not a method: without `self`, no cycle
-            make_ahead,
-        )
-
-    def _check_ranks(self, cause: BaseException | None) -> None:
-        """Raise HorovodInternalError if a rank has ended meanwhile. cause: an error that its end may have caused."""
-        self.backend.check_start(cause)
-        if cause is None and self.backend.has_lost_rank():
-            raise HorovodInternalError("a rank has left")
+        abort = functools.partial(_abort, self.channels, backend)  # not a method: without `self`, no cycle
+        observers = self.observation.observers
+        self.channels[set_id] = Channel(name, connections, data, gradients, observers, abort, make_ahead)
 
     def _wait_for_device(self) -> None:
         """If no error ends this process, wait for its device, or until `check_peers` finds that a rank has died. Local.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ...errors import BackendUnavailableError, ConfigurationError
 from .. import extension, needed
+from ..checks import wrong
 from ..types import Launch
 
 if TYPE_CHECKING:
@@ -81,10 +82,8 @@ def load(name: str) -> type[Backend]:
     Raises ConfigurationError for an unknown name, BackendUnavailableError when its package is not installed.
     """
     if name not in BACKENDS:
-        raise ConfigurationError(
-            f"`backend` must be one of {', '.join(BACKENDS)}, but is {name!r} instead. "
-            "Choose one of these, or leave it out to let the launcher decide."
-        )
+        fix = "Choose one of these, or leave it out to let the launcher decide."
+        raise wrong("backend", f"one of {', '.join(BACKENDS)}", name, fix, ConfigurationError)
     package = BACKENDS[name]
     if not _is_installed(package):
         raise BackendUnavailableError(
@@ -130,10 +129,7 @@ def choose(asked: str | None, transport: str | None, launch: Launch, env: Mappin
     if env.get("DUALDIST_BACKEND"):
         return choice(env["DUALDIST_BACKEND"], "asked for by DUALDIST_BACKEND")
     horovod = extension("horovod")
-    imported = {
-        "torch": "torch.distributed" in sys.modules,
-        "horovod": horovod is not None and horovod.is_imported(),
-    }
+    imported = {"torch": "torch.distributed" in sys.modules, "horovod": horovod is not None and horovod.is_imported()}
     for name, is_imported in imported.items():
         if is_imported and load(name).is_running():
             return choice(name, f"{name} already runs in this process")

@@ -227,12 +227,15 @@ class Backend(ABC):
         return step()
 
     def check_start(self, cause: BaseException | None = None) -> None:
-        """Before `finish_start`, raise HorovodInternalError if another rank is known to have ended. Local.
+        """Raise HorovodInternalError if another rank is known to have ended, or to have failed. Local.
 
-        cause: an error of this rank that the end of another may have caused. If given, wait up to 3 s for its report.
+        cause: an error of this rank that the end of another may have caused. If given, before `finish_start`, wait up
+        to 3 s for its report.
         """
         if self._meeting is not None:
             self._meeting.check(cause)
+        if cause is None and self.has_lost_rank():
+            raise HorovodInternalError("a rank has left")
 
     def finish_start(self, report: str) -> list[str]:
         """Return every rank's `report`, in rank order. Collective. Called once, when all groups are connected.

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ConfigurationError
+from ..checks import wrong
 from ..launch import temporary_environment
 from ..meeting.links import LOOPBACK, interface_of
 from ..types import Launch, Settings
@@ -65,10 +66,8 @@ class LocalBackend(Backend):
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:
         if transport != cls.transport:
-            raise ConfigurationError(
-                f"`transport` must be absent for the local backend, but is {transport!r} instead. "
-                "Choose the backend torch to use it in a single process."
-            )
+            fix = "Choose the backend torch to use it in a single process."
+            raise wrong("transport", "absent for the local backend", transport, fix, ConfigurationError)
 
     @classmethod
     def is_running(cls) -> bool:

@@ -61,10 +61,7 @@ class StoreBoard(PublishedBoard):
 
 
 def meet(
-    launch: Launch,
-    env: Mapping[str, str],
-    seconds: float,
-    on_error: Callable[[str, bool], object] | None = None,
+    launch: Launch, env: Mapping[str, str], seconds: float, on_error: Callable[[str, bool], object] | None = None
 ) -> Meeting:
     """Return the meeting of all launched processes. seconds: to wait for another process. on_error: see Meeting."""
     return Meeting(_board(launch, env, seconds), launch.rank, launch.size, seconds, on_error)

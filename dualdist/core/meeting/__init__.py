@@ -274,7 +274,7 @@ _CHECK_SECONDS = 0.05
 _READ_BYTES = 1 << 16
 
 
-class Meeting:
+class Meeting(contextlib.AbstractContextManager["Meeting"]):
     """One meeting, as one of its ranks sees it. A context manager.
 
     The ranks gather texts. Then they connect their backends, while `wait_for` and `check` notice that one of them ends.
@@ -282,12 +282,7 @@ class Meeting:
     """
 
     def __init__(
-        self,
-        board: Board,
-        rank: int,
-        size: int,
-        timeout: float,
-        on_error: Callable[[str, bool], object] | None = None,
+        self, board: Board, rank: int, size: int, timeout: float, on_error: Callable[[str, bool], object] | None = None
     ) -> None:
         """Start the server on rank 0, unless the launcher runs it. Local.
 
@@ -304,9 +299,6 @@ class Meeting:
         """Whether all ranks have arrived."""
         self._lost: int | None = None
         """A rank that has ended before it has started, is stopped, or whose `init()` has failed."""
-
-    def __enter__(self) -> Meeting:
-        return self
 
     def __exit__(self, error: object, *_: object) -> None:
         self.close(started=error is None)

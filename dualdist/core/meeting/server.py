@@ -221,7 +221,7 @@ SPARE_FILES = 256
 _BACKLOG = 4096
 
 
-class MeetingServer:
+class MeetingServer(contextlib.AbstractContextManager["MeetingServer"]):
     """Serves meetings of `size` ranks, one after the other, until it is closed. A context manager.
 
     hosts: the addresses to listen on, "" for all; or an abstract Unix address, "\\0..." (unix(7)), for processes of
@@ -254,9 +254,6 @@ class MeetingServer:
         self._thread = threading.Thread(target=self._work, name="dualdist-meeting", daemon=True)
         self._thread.start()
         self._up.wait()
-
-    def __enter__(self) -> MeetingServer:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,1 +1,1 @@
-"""Data-parallel optimizer, module and batch normalization, and the broadcast of parameters."""
+"""Data-parallel optimizer and module, and the broadcast of parameters and of an optimizer's state."""

@@ -175,11 +175,7 @@ def _alike(data: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    state_dict: dict[str, Any],
-    *,
-    keeps_cpu: bool = False,
-    copies: bool = False,
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], *, keeps_cpu: bool = False, copies: bool = False
 ) -> None:
     """Load `state_dict` into `optimizer`, with dtypes and types as they are in it. Local.
 

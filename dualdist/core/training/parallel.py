@@ -75,11 +75,7 @@ class SynchronizedModule(torch.nn.Module):
         self.parameters_to_ignore = ignored
         self.forward_sync_buffers = forward_sync_buffers
         self._process_set = process_group
-        self._options: dict[str, Any] = {
-            "compression": compression,
-            "bucket_cap_mb": bucket_cap_mb,
-            "groups": groups,
-        }
+        self._options: dict[str, Any] = {"compression": compression, "bucket_cap_mb": bucket_cap_mb, "groups": groups}
         self._enter()
         if process_group.included():
             if init_sync:
