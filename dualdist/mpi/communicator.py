@@ -7,9 +7,8 @@ size, are separate in memory or are too large for one call use point-to-point me
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,8 +41,7 @@ _BOOL_NAMES = {"SUM": "BOR", "PRODUCT": "BAND"}
 """The same for bools. Their sum is a bitwise or, as in NCCL: added as uint8, 256 times True would overflow to 0."""
 
 
-@dataclass(frozen=True)
-class MpiReduction:
+class MpiReduction(NamedTuple):
     """How MPI combines tensors of one dtype by one operation."""
 
     dtype: torch.dtype
@@ -70,70 +68,14 @@ def mpi_reduction(dtype: torch.dtype, op: Any) -> MpiReduction:
             f"The reduction of {dtype} over MPI must be one of {', '.join(known) or 'nothing'}, but is {name} instead. "
             "Convert the tensor, or scale it and use SUM."
         )
-    library: Any = mpi.library()
+    library = mpi.library()
     names = _BOOL_NAMES if kind == "bool" else _NAMES
     return MpiReduction(
         wire, getattr(library, _TYPES[wire]), getattr(library, names.get(name, name)), op == dist.ReduceOp.AVG
     )
 
 
-# Tensors as MPI's messages.
-#
-# MPI counts in 32-bit integers, and Open MPI 4 also computes count times rank in 32 bits. Hence `LARGEST_BYTES`.
-
-LARGEST_BYTES = 1 << 30
-PIECE_BYTES, _MOST_PIECES = 4 << 20, 64
-"""Reductions are split into pieces that run concurrently: Open MPI combines one while it sends the next."""
-
-
-class Block:
-    """Bytes that MPI reads or writes."""
-
-    def __init__(self, data: torch.Tensor, how: MpiReduction | None) -> None:
-        """data: contiguous. how: the reduction of these bytes; None to send them unchanged."""
-        self.data, self._how = data, how
-        self.address = data.data_ptr()
-        self.num_bytes = data.numel() * data.element_size()
-        self._item_bytes = 1 if how is None else how.dtype.itemsize
-        library: Any = mpi.library()
-        self._datatype = library.BYTE if how is None else how.datatype
-        memory = getattr(library, "buffer", None) or library.memory  # mpi4py 3 calls it `memory`
-        self._view = memory.fromaddress
-
-    def whole(self) -> list[Any]:
-        """Return all bytes as an mpi4py message."""
-        return self._message(0, self.num_bytes)
-
-    def pieces(self) -> Iterator[list[Any]]:
-        """Return messages of at most `LARGEST_BYTES`. An empty block is one empty message."""
-        return self._cut(LARGEST_BYTES)
-
-    def concurrent_pieces(self) -> Iterator[list[Any]]:
-        """Return messages that are reduced concurrently."""
-        return self._cut(min(LARGEST_BYTES, max(PIECE_BYTES, -(-self.num_bytes // _MOST_PIECES))))
-
-    def _cut(self, most: int) -> Iterator[list[Any]]:
-        step = max(1, most // self._item_bytes) * self._item_bytes
-        for start in range(0, max(1, self.num_bytes), step):
-            yield self._message(start, min(step, self.num_bytes - start))
-
-    def _message(self, start: int, num_bytes: int) -> list[Any]:
-        return [self._view(self.address + start, num_bytes), self._datatype]
-
-    def split(self, lengths: Sequence[int]) -> list[Block]:
-        """Return consecutive blocks of `lengths` bytes."""
-        return [Block(part, self._how) for part in self._bytes().split(list(lengths))]
-
-    def copy_(self, other: Block) -> None:
-        """Copy the bytes of `other`, unless they are the same ones."""
-        if self.address != other.address:
-            self._bytes().copy_(other._bytes())
-
-    def _bytes(self) -> torch.Tensor:
-        return self.data.view(-1).view(torch.uint8)
-
-
-class Buffer(Block):
+class Buffer:
     """The memory of a tensor if MPI can use it, else of a copy that `finish` writes back."""
 
     def __init__(self, tensor: torch.Tensor, how: MpiReduction | None = None) -> None:
@@ -149,32 +91,38 @@ class Buffer(Block):
                 wire = wire.resolve_conj().resolve_neg()
             if how is not None and how.dtype != wire.dtype:
                 wire = wire.view(how.dtype) if wire.dtype == torch.bool else wire.to(how.dtype)
-            super().__init__(wire.contiguous(), how)
-        self.is_copy = self.address != tensor.data_ptr()
+            self._wire = wire = wire.contiguous()
+            # A tensor with one element is contiguous with any stride, but torch views it as bytes only with stride 1.
+            self.data = wire.as_strided((wire.numel(),), (1,)).view(torch.uint8)
+            """The bytes that MPI reads or writes, (n,)."""
+        self._is_copy = wire.data_ptr() != tensor.data_ptr()
 
     def overlaps(self, other: Buffer) -> bool:
         """Return whether two buffers share memory. MPI does not allow that."""
-        return self.address < other.address + other.num_bytes and other.address < self.address + self.num_bytes
+        own, others = self.data.data_ptr(), other.data.data_ptr()
+        return own < others + len(other.data) and others < own + len(self.data)
 
-    def divide(self, size: int) -> None:
-        """Turn a sum into an average. Averages of integers are truncated toward zero."""
-        is_integer = not (self.data.is_floating_point() or self.data.is_complex())
-        self.data.div_(size, rounding_mode="trunc" if is_integer else None)
-
-    def finish(self) -> None:
-        """Write a copy back to the tensor."""
-        if self.is_copy:
-            self._tensor.copy_(self.data)
+    def finish(self, divisor: int = 1) -> None:
+        """Turn a sum into an average, and write a copy back. Averages of integers are truncated toward zero."""
+        if divisor > 1:
+            is_integer = not (self._wire.is_floating_point() or self._wire.is_complex())
+            self._wire.div_(divisor, rounding_mode="trunc" if is_integer else None)
+        if self._is_copy:
+            self._tensor.copy_(self._wire)
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One collective or message, not yet started."""
+Operation = Generator[Any, None, None]
+"""One collective or message: it checks its arguments, yields None, starts, yields its requests, and yields None again.
 
-    post: Callable[[], Iterator[Any]]
-    """Starts it and yields its requests."""
-    finish: Callable[[], None] | None = None
-    """What remains to do after the requests; None for nothing."""
+Then it holds the memory that MPI uses, until the requests have completed. The rest is what remains to do after them.
+"""
+
+
+# MPI counts in 32-bit integers, and Open MPI 4 also computes count times rank in 32 bits.
+
+LARGEST_BYTES = 1 << 30
+PIECE_BYTES, _MOST_PIECES = 4 << 20, 64
+"""Reductions are split into pieces that run concurrently: Open MPI combines one while it sends the next."""
 
 
 class Communicator:
@@ -184,26 +132,41 @@ class Communicator:
         self.comm = communicator
         self.rank = int(communicator.Get_rank())
         self.size = int(communicator.Get_size())
-        library: Any = mpi.library()
-        self._mpi = library
+        self._mpi = library = mpi.library()
+        self._view = (getattr(library, "buffer", None) or library.memory).fromaddress  # mpi4py 3 calls it `memory`
         self._own_tag = int(library.COMM_WORLD.Get_attr(library.TAG_UB))
         """The tag of the messages of `_exchange`."""
+
+    def _message(self, data: torch.Tensor, how: MpiReduction | None = None) -> list[Any]:
+        """Return bytes as mpi4py sends or, with `how`, reduces them."""
+        return [self._view(data.data_ptr(), len(data)), self._mpi.BYTE if how is None else how.datatype]
+
+    def _pieces(self, data: torch.Tensor, how: MpiReduction | None = None) -> Iterator[list[Any]]:
+        """Yield messages of at most `LARGEST_BYTES`, at least one. Those of a reduction run concurrently."""
+        most = LARGEST_BYTES
+        if how is not None:
+            most = min(most, max(PIECE_BYTES, -(-len(data) // _MOST_PIECES)))
+            most = max(1, most // how.dtype.itemsize) * how.dtype.itemsize
+        for piece in [data] if len(data) <= most else data.split(most):
+            yield self._message(piece, how)
 
     def allreduce(self, tensor: torch.Tensor, op: Any) -> Operation:
         how = mpi_reduction(tensor.dtype, op)
         buffer = Buffer(tensor, how)
-
-        def post() -> Iterator[Any]:
-            for piece in buffer.concurrent_pieces():
-                yield self.comm.Iallreduce(self._mpi.IN_PLACE, piece, op=how.op)
-
-        return Operation(post, self._finish_reduction(buffer, how))
+        yield
+        for piece in self._pieces(buffer.data, how):
+            yield self.comm.Iallreduce(self._mpi.IN_PLACE, piece, op=how.op)
+        yield
+        buffer.finish(self.size if how.averages else 1)
 
     def reduce(self, tensor: torch.Tensor, op: Any, root: int) -> Operation:
         how = mpi_reduction(tensor.dtype, op)
         buffer = Buffer(tensor, how)
-        finish = self._finish_reduction(buffer, how) if self.rank == root else None
-        return Operation(lambda: self._reduce(buffer, buffer, how, root), finish)
+        yield
+        yield from self._reduce(buffer.data, buffer.data, how, root)
+        yield
+        if self.rank == root:
+            buffer.finish(self.size if how.averages else 1)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any) -> Operation:
         """Reduce `inputs`: one tensor per member, or a single tensor that concatenates them."""
@@ -211,123 +174,124 @@ class Communicator:
         received = Buffer(output, how)
         sent = [Buffer(tensor, how) for tensor in inputs]
         is_single = len(sent) == 1
-        own_bytes = sent[0].num_bytes // self.size if is_single else sent[self.rank].num_bytes
-        _check_bytes(received.num_bytes, own_bytes)
+        own_bytes = len(sent[0].data) // self.size if is_single else len(sent[self.rank].data)
+        _check_bytes(received.data, own_bytes)
         if any(buffer.overlaps(received) for buffer in sent):
             sent = [Buffer(tensor.clone(), how) for tensor in inputs]
+        yield
+        # Only for small inputs, because here Open MPI sends all data through one member.
+        if is_single and len(sent[0].data) <= min(LARGEST_BYTES, PIECE_BYTES):
+            whole = self._message(sent[0].data, how), self._message(received.data, how)
+            yield self.comm.Ireduce_scatter_block(*whole, op=how.op)
+        else:
+            for root, block in enumerate(self._rows(sent[0]) if is_single else [buffer.data for buffer in sent]):
+                yield from self._reduce(block, received.data, how, root)
+        yield
+        received.finish(self.size if how.averages else 1)
 
-        def post() -> Iterator[Any]:
-            # Only for small inputs, because here Open MPI sends all data through one member.
-            if is_single and sent[0].num_bytes <= min(LARGEST_BYTES, PIECE_BYTES):
-                yield self.comm.Ireduce_scatter_block(sent[0].whole(), received.whole(), op=how.op)
-                return
-            for root, block in enumerate(self._rows(sent[0]) if is_single else sent):
-                yield from self._reduce(block, received, how, root)
-
-        return Operation(post, self._finish_reduction(received, how))
-
-    def _reduce(self, sent: Block, received: Block, how: MpiReduction, root: int) -> Iterator[Any]:
+    def _reduce(self, sent: torch.Tensor, received: torch.Tensor, how: MpiReduction, root: int) -> Iterator[Any]:
         """Reduce `sent`, to `received` of member `root`, which may be the same there."""
         if self.rank != root:
-            for piece in sent.concurrent_pieces():
+            for piece in self._pieces(sent, how):
                 yield self.comm.Ireduce(piece, None, op=how.op, root=root)
             return
-        for piece, into in zip(sent.concurrent_pieces(), received.concurrent_pieces(), strict=True):
+        for piece, into in zip(self._pieces(sent, how), self._pieces(received, how), strict=True):
             own = self._mpi.IN_PLACE if sent is received else piece
             yield self.comm.Ireduce(own, into, op=how.op, root=root)
 
-    def _finish_reduction(self, buffer: Buffer, how: MpiReduction) -> Callable[[], None] | None:
-        def finish() -> None:
-            if how.averages:
-                buffer.divide(self.size)
-            buffer.finish()
-
-        return finish if how.averages or buffer.is_copy else None
-
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation:
         buffer = Buffer(tensor)
-
-        def post() -> Iterator[Any]:
-            for piece in buffer.pieces():
-                yield self.comm.Ibcast(piece, root=root)
-
-        return Operation(post, _finish_all([buffer]) if self.rank != root else None)
+        yield
+        for piece in self._pieces(buffer.data):
+            yield self.comm.Ibcast(piece, root=root)
+        yield
+        if self.rank != root:
+            buffer.finish()
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Operation:
         """Gather into one tensor, in rank order."""
         received, sent = Buffer(output), Buffer(tensor)
-        _check_bytes(received.num_bytes, sent.num_bytes * self.size)
-        own_address = received.address + self.rank * sent.num_bytes
-        if received.overlaps(sent) and sent.address != own_address:
+        own_bytes = len(sent.data)
+        _check_bytes(received.data, own_bytes * self.size)
+        own_address = received.data.data_ptr() + self.rank * own_bytes
+        is_in_place = own_bytes > 0 and sent.data.data_ptr() == own_address  # as FSDP gathers
+        if received.overlaps(sent) and not is_in_place:
             sent = Buffer(tensor.clone())
-        if received.num_bytes > LARGEST_BYTES:
-            return self._exchange([sent] * self.size, self._rows(received), [received])
-        is_in_place = sent.num_bytes > 0 and sent.address == own_address  # as FSDP gathers
-        message = self._mpi.IN_PLACE if is_in_place else sent.whole()
-        return Operation(lambda: iter([self.comm.Iallgather(message, received.whole())]), _finish_all([received]))
+        if len(received.data) > LARGEST_BYTES:
+            everybody = dict.fromkeys(range(self.size), sent.data)
+            yield from self._exchange(everybody, dict(enumerate(self._rows(received))), [received])
+            return
+        yield
+        message = self._mpi.IN_PLACE if is_in_place else self._message(sent.data)
+        yield self.comm.Iallgather(message, self._message(received.data))
+        yield
+        received.finish()
 
     def allgather_list(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
         """Gather into one tensor per member. They may differ in size."""
-        received, sent = [Buffer(output) for output in outputs], Buffer(tensor)
-        _check_bytes(received[self.rank].num_bytes, sent.num_bytes)
-        return self._exchange([sent] * self.size, received, received)
+        check_number("outputs", outputs, self.size)
+        sent, received = Buffer(tensor), [Buffer(output) for output in outputs]
+        return self._exchange(dict.fromkeys(range(self.size), sent.data), _blocks(received), received)
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Operation:
         """Exchange rows. received, sent: the number of rows per member; empty: the same number for each."""
         into, out = Buffer(output), Buffer(tensor)
-        if not received and not sent and out.num_bytes <= LARGEST_BYTES:
-            _check_bytes(into.num_bytes, out.num_bytes)
-            return Operation(lambda: iter([self.comm.Ialltoall(out.whole(), into.whole())]), _finish_all([into]))
-        return self._exchange(self._split(out, tensor, sent), self._split(into, output, received), [into])
+        if not received and not sent and len(out.data) <= LARGEST_BYTES:
+            _check_bytes(into.data, len(out.data))
+            yield
+            yield self.comm.Ialltoall(self._message(out.data), self._message(into.data))
+            yield
+            into.finish()
+        else:
+            yield from self._exchange(self._split(out, tensor, sent), self._split(into, output, received), [into])
 
     def alltoall_list(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Operation:
-        into, out = [Buffer(output) for output in outputs], [Buffer(tensor) for tensor in tensors]
-        _check_bytes(into[self.rank].num_bytes, out[self.rank].num_bytes)
-        return self._exchange(out, into, into)
+        check_number("outputs", outputs, self.size)
+        check_number("inputs", tensors, self.size)
+        received, sent = [Buffer(output) for output in outputs], [Buffer(tensor) for tensor in tensors]
+        return self._exchange(_blocks(sent), _blocks(received), received)
 
     def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Operation:
         """outputs: one per member at the root, none elsewhere."""
+        check_number("outputs", outputs, self.size if self.rank == root else 0)
         sent, received = Buffer(tensor), [Buffer(output) for output in outputs]
-        if self.rank == root:
-            _check_bytes(received[root].num_bytes, sent.num_bytes)
-        return self._exchange(self._only(root, sent), received or [None] * self.size, received)
+        return self._exchange({root: sent.data}, _blocks(received), received)
 
     def scatter(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> Operation:
         """tensors: one per member at the root, none elsewhere."""
+        check_number("inputs", tensors, self.size if self.rank == root else 0)
         received, sent = Buffer(output), [Buffer(tensor) for tensor in tensors]
-        if self.rank == root:
-            _check_bytes(received.num_bytes, sent[root].num_bytes)
-        return self._exchange(sent or [None] * self.size, self._only(root, received), [received])
-
-    def _only(self, member: int, block: Block) -> list[Block | None]:
-        return [block if place == member else None for place in range(self.size)]
+        return self._exchange(_blocks(sent), {root: received.data}, [received])
 
     def barrier(self) -> Operation:
-        return Operation(lambda: iter([self.comm.Ibarrier()]))
+        yield
+        yield self.comm.Ibarrier()
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Operation:
         buffer = Buffer(tensor)
         self._check_tag(tag)
-        return Operation(lambda: self._send(buffer, to, tag))
+        yield
+        for piece in self._pieces(buffer.data):
+            yield self.comm.Isend(piece, dest=to, tag=tag)
+        yield
 
     def recv(self, tensor: torch.Tensor, source: int | None, tag: int, status: Any) -> Operation:
         """source: the sender, None for any. status: an MPI status to fill; it must report the size of `tensor`."""
         buffer = Buffer(tensor)
         self._check_tag(tag)
-        is_whole = buffer.num_bytes <= LARGEST_BYTES
+        is_whole = len(buffer.data) <= LARGEST_BYTES
         if source is None and not is_whole:
             raise RuntimeError("MPI: a tensor over 1 GiB can be received only from a named source. Name the source.")
-        origin = self._mpi.ANY_SOURCE if source is None else source
-
-        def finish() -> None:
-            arrived = int(status.Get_count(self._mpi.BYTE))
-            if is_whole and arrived != buffer.num_bytes:
-                raise RuntimeError(f"the tensor takes {buffer.num_bytes} bytes, but {arrived} were sent")
-            buffer.finish()
-
-        return Operation(lambda: self._receive(buffer, origin, tag), finish)
+        yield
+        for piece in self._pieces(buffer.data):
+            yield self.comm.Irecv(piece, source=self._mpi.ANY_SOURCE if source is None else source, tag=tag)
+        yield
+        arrived = int(status.Get_count(self._mpi.BYTE))
+        if is_whole and arrived != len(buffer.data):
+            raise RuntimeError(f"the tensor takes {len(buffer.data)} bytes, but {arrived} were sent")
+        buffer.finish()
 
     def _check_tag(self, tag: int) -> None:
         if not 0 <= tag < self._own_tag:
@@ -335,63 +299,59 @@ class Communicator:
                 f"`tag` must be at least 0 and less than {self._own_tag}, but is {tag} instead. Use a smaller number."
             )
 
-    def _send(self, block: Block, to: int, tag: int) -> Iterator[Any]:
-        for piece in block.pieces():
-            yield self.comm.Isend(piece, dest=to, tag=tag)
+    def _rows(self, buffer: Buffer) -> Sequence[torch.Tensor]:
+        return buffer.data.view(self.size, len(buffer.data) // self.size).unbind()
 
-    def _receive(self, block: Block, source: int, tag: int) -> Iterator[Any]:
-        for piece in block.pieces():
-            yield self.comm.Irecv(piece, source=source, tag=tag)
-
-    def _rows(self, buffer: Buffer) -> list[Block]:
-        return buffer.split([buffer.num_bytes // self.size] * self.size)
-
-    def _split(self, buffer: Buffer, tensor: torch.Tensor, splits: Sequence[int]) -> list[Block]:
-        """Return the block for each member: `splits[member]` rows of `tensor`, or the same number for each."""
+    def _split(self, buffer: Buffer, tensor: torch.Tensor, splits: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Return the bytes for each member: `splits[member]` rows of `tensor`, or the same number for each."""
         rows = tensor.shape[0] if tensor.dim() else 1
         counts = list(splits) or [rows // self.size] * self.size
         if sum(counts) != rows or len(counts) != self.size:
             raise RuntimeError(
                 f"`splits` must be {self.size} numbers that add up to {rows} rows, but is {counts} instead."
             )
-        width = buffer.num_bytes // rows if rows else 0
-        return buffer.split([count * width for count in counts])
+        width = len(buffer.data) // rows if rows else 0
+        return dict(enumerate(buffer.data.split([count * width for count in counts])))
 
     def _exchange(
-        self, sent: Sequence[Block | None], received: Sequence[Block | None], buffers: Sequence[Buffer]
+        self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], buffers: Sequence[Buffer]
     ) -> Operation:
-        """Send a block to each member and receive one from it. None means no message; both sides must agree on that.
+        """Send `sent[member]` to each member in it, and receive from each in `received`. Both sides must agree on them.
 
-        buffers: those of which `received` has the blocks.
+        buffers: those of which `received` has the bytes.
         """
-
-        def post() -> Iterator[Any]:
-            for distance in range(1, self.size):
-                source, to = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-                into, out = received[source], sent[to]
-                if into is not None:
-                    yield from self._receive(into, source, self._own_tag)
-                if out is not None:
-                    yield from self._send(out, to, self._own_tag)
-            own_in, own_out = received[self.rank], sent[self.rank]
-            if own_in is not None and own_out is not None:
-                own_in.copy_(own_out)
-
-        return Operation(post, _finish_all(buffers))
-
-
-def _finish_all(buffers: Sequence[Buffer]) -> Callable[[], None] | None:
-    copies = [buffer for buffer in buffers if buffer.is_copy]
-
-    def finish() -> None:
-        for buffer in copies:
+        if self.rank in sent:
+            _check_bytes(received[self.rank], len(sent[self.rank]))
+        yield
+        for distance in range(1, self.size):
+            source, to = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            if source in received:
+                for piece in self._pieces(received[source]):
+                    yield self.comm.Irecv(piece, source=source, tag=self._own_tag)
+            if to in sent:
+                for piece in self._pieces(sent[to]):
+                    yield self.comm.Isend(piece, dest=to, tag=self._own_tag)
+        if self.rank in sent and received[self.rank].data_ptr() != sent[self.rank].data_ptr():
+            received[self.rank].copy_(sent[self.rank])
+        yield
+        for buffer in buffers:
             buffer.finish()
 
-    return finish if copies else None
+
+def _blocks(buffers: Sequence[Buffer]) -> dict[int, torch.Tensor]:
+    return {member: buffer.data for member, buffer in enumerate(buffers)}
 
 
-def _check_bytes(found: int, wanted: int) -> None:
-    if found != wanted:
+def check_number(what: str, tensors: Sequence[object], wanted: int) -> None:
+    """Raise RuntimeError unless there are as many `tensors` as `wanted`."""
+    if len(tensors) != wanted:
         raise RuntimeError(
-            f"The output must take {wanted} bytes, but takes {found} instead. Give it that shape and dtype."
+            f"`{what}` must be {wanted} tensors, one per member, but is {len(tensors)} instead. Give one for each."
+        )
+
+
+def _check_bytes(found: torch.Tensor, wanted: int) -> None:
+    if len(found) != wanted:
+        raise RuntimeError(
+            f"The output must take {wanted} bytes, but takes {len(found)} instead. Give it that shape and dtype."
         )

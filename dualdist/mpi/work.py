@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -48,14 +48,14 @@ class Progress:
         """Whether this process was forked from one that uses MPI."""
         self.waiting: set[object] = set()
         """The works that other threads test."""
-        self._pending: dict[MpiWork, None] = {}
+        self.pending: dict[MpiWork, None] = {}
         self._owners: set[object] = set()
         self._worker = Worker(self._step, "dualdist-mpi")
         self._pause = 0.0
         self._idle_since = 0.0
         self._sweeping = threading.RLock()
-        self._callbacks: set[concurrent.futures.Future[None]] = set()
-        """Threads that set the results of futures."""
+        self.callbacks: set[concurrent.futures.Future[None]] = set()
+        """Threads that set the results of futures. The interpreter ends after them."""
         os.register_at_fork(before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._in_child)
 
     def enter(self, owner: object) -> None:
@@ -71,7 +71,7 @@ class Progress:
         If it has given up none, the other members are probably there: wait a little for all works to end.
         """
         deadline = time.monotonic() + (0.0 if owner.unsettled else _END_SECONDS)
-        for work in [work for work in list(self._pending) if work.owner is owner]:
+        for work in [work for work in list(self.pending) if work.owner is owner]:
             if (seconds := deadline - time.monotonic()) > 0:
                 with contextlib.suppress(RuntimeError):  # it is late
                     work._wait(seconds)
@@ -79,59 +79,42 @@ class Progress:
                 work.give_up("its process group was destroyed")
         self._owners.discard(owner)
         if not self._owners:
-            self.stop()
+            self._worker.stop(_END_SECONDS)
 
     def add(self, work: MpiWork) -> None:
         """Test `work` until it ends."""
-        self._pending[work] = None
+        self.pending[work] = None
         self._pause = 0.0
         self._worker.wake()
 
-    def forget(self, work: MpiWork) -> None:
-        """Stop testing `work`."""
-        self._pending.pop(work, None)
-
-    def run_callbacks(self, step: Callable[[], None]) -> None:
-        """Run `step` in another thread, and let the interpreter end after it."""
-        running = in_thread(step, "dualdist-mpi-callbacks")
-        self._callbacks.add(running)
-        running.add_done_callback(self._callbacks.discard)
-
-    def stop(self) -> None:
-        """End the thread. The next work starts another one."""
-        if not self.forked:
-            self._worker.stop(_END_SECONDS)
-
     def _end(self) -> None:
         """At exit: end the threads. Python ends others when they return from torch, and then C++ aborts the process."""
-        self.stop()
         if not self.forked:
-            concurrent.futures.wait(list(self._callbacks), _END_SECONDS)
+            self._worker.stop(_END_SECONDS)
+            concurrent.futures.wait(list(self.callbacks), _END_SECONDS)
 
     def _step(self) -> float | None:
-        if self._pending:
-            pause = self._next_pause(self._sweep())
-            self._idle_since = time.monotonic()
-            return pause
-        return _LONG_SECONDS if time.monotonic() - self._idle_since < _LINGER_SECONDS else None
+        """Test all works. Return how long to sleep before the next test: not after progress, then longer each time."""
+        if not self.pending:
+            return _LONG_SECONDS if time.monotonic() - self._idle_since < _LINGER_SECONDS else None
+        has_moved = self._sweep()
+        self._idle_since = time.monotonic()
+        if self.waiting:
+            return _LONG_SECONDS
+        self._pause = 0.0 if has_moved else min(_LONG_SECONDS, max(_SHORT_SECONDS, _GROWTH * self._pause))
+        return self._pause
 
     def _sweep(self) -> bool:
         """Test every work. Return whether data has probably moved."""
         start = time.monotonic()
         with self._sweeping:
-            ended, works = 0, list(self._pending)
+            ended, works = 0, list(self.pending)
             for work in works:
                 if work not in self.waiting:
                     ended += work.is_completed()
-                work.expire(start)
+                if work.deadline is not None and start > work.deadline:
+                    work.time_out()
         return ended > 0 or time.monotonic() - start > _BUSY_SECONDS * len(works)
-
-    def _next_pause(self, moved: bool) -> float:
-        """Return how many seconds to sleep before the next test: none after progress, then longer each time."""
-        if self.waiting:
-            return _LONG_SECONDS
-        self._pause = 0.0 if moved else min(_LONG_SECONDS, max(_SHORT_SECONDS, _GROWTH * self._pause))
-        return self._pause
 
     def _before_fork(self) -> None:
         """Keep the progress thread out of MPI while the fork copies the memory, if its callbacks end within 1 s."""
@@ -156,7 +139,7 @@ FORKED = (
 
 _SPIN_SECONDS, _SLEEP_SECONDS = 0.2, 0.001
 _NO_LIMIT = timedelta(0)
-_unfinished: list[Any] = []
+given_up: list[object] = []
 """Requests that were given up, and their buffers: MPI may still write to them when the late rank arrives."""
 
 
@@ -192,7 +175,7 @@ class MpiWork(dist.Work):
         self._range = range_
         self._status = status
         self._timeout = float(owner.seconds) if seconds is None else seconds
-        self._deadline = time.monotonic() + self._timeout if expires else None
+        self.deadline = time.monotonic() + self._timeout if expires else None
         self._waited_since: float | None = None
         self._lock = threading.Lock()
         self._ended = False
@@ -211,9 +194,7 @@ class MpiWork(dist.Work):
                 if not self._test_requests():
                     return False
                 for operation in self._operations:
-                    if operation.finish is not None:
-                        with torch.no_grad():
-                            operation.finish()
+                    next(operation, None)
                 self._end(None)
         except Exception as error:
             self._end(str(error))
@@ -234,18 +215,14 @@ class MpiWork(dist.Work):
             self._requests.pop()
         return True
 
-    def expire(self, now: float) -> None:
-        if self._deadline is not None and now > self._deadline:
-            self._time_out(self._timeout)
-
-    def _time_out(self, seconds: float) -> None:
-        self.give_up(f"it timed out after {seconds:g} s, since a member did not take part")
+    def time_out(self) -> None:
+        self.give_up(f"it timed out after {self._timeout:g} s, since a member did not take part")
 
     def give_up(self, problem: str) -> None:
         with self._lock:
             if self._ended:
                 return
-            _unfinished.append((self._requests, self._operations))
+            given_up.append((self._requests, self._operations))
             self.owner.unsettled = mpi.has_unfinished = True
             self._end(problem)
         self._fulfil_future()
@@ -258,7 +235,7 @@ class MpiWork(dist.Work):
             self._range.set_result(None)
         self._ended = True
         self._operations = ()
-        progress.forget(self)
+        progress.pending.pop(self, None)
 
     def _fulfil_future(self) -> None:
         """Set the result of the future, if there is one, in another thread.
@@ -268,7 +245,10 @@ class MpiWork(dist.Work):
         with self._lock:
             future, self._future = self._future, None
         if future is not None:
-            progress.run_callbacks(functools.partial(_fulfil, future, self._result, self._problem))
+            step = functools.partial(_fulfil, future, self._result, self._problem)
+            running = in_thread(step, "dualdist-mpi-callbacks")
+            progress.callbacks.add(running)
+            running.add_done_callback(progress.callbacks.discard)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         if not self.is_completed():
@@ -289,7 +269,7 @@ class MpiWork(dist.Work):
                 if now - start > limit:
                     if asked > 0:
                         raise RuntimeError(f"MPI: {self._what} timed out after {limit:g} s on {self.owner}.")
-                    self._time_out(limit)
+                    self.time_out()
                 time.sleep(0 if now - self._waited_since < _SPIN_SECONDS else _SLEEP_SECONDS)
         finally:
             progress.waiting.discard(self)
@@ -306,12 +286,11 @@ class MpiWork(dist.Work):
     def result(self) -> list[torch.Tensor]:
         return self._result
 
-    def source_rank(self) -> int:
+    def _source_rank(self) -> int:
         self.wait()
         return int(self._status.Get_source())
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    source_rank = _source_rank
 
     def get_future(self) -> Any:
         future: Any = torch.futures.Future()
