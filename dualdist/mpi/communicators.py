@@ -28,38 +28,34 @@ def launched(place: Mapping[str, Any], env: Mapping[str, str], seconds: float, c
     The block joins its world. Collective if MPI starts, or if `comm` is given. place: as in `launch_from`. seconds: to
     wait for another process in calls of MPI, also in those of the block.
     """
-    with limited_start(env, seconds) as limit:
+    with limited_start(env, seconds) as limit, contextlib.ExitStack() as stack:
         launch = launch_from(place, env, world_size)
         limit.announce(launch)
-        with contextlib.nullcontext(launch) if comm is None else _part_of(comm, launch, env, seconds) as part:
-            yield part
+        yield launch if comm is None else _part_of(comm, launch, env, seconds, stack)
 
 
-@contextlib.contextmanager
-def _part_of(comm: Any, launch: Launch, env: Mapping[str, str], seconds: float) -> Iterator[Launch]:
-    """Yield the launch of the world of `comm`. Collective over `comm`.
+def _part_of(comm: Any, launch: Launch, env: Mapping[str, str], seconds: float, stack: contextlib.ExitStack) -> Launch:
+    """Return the launch of the world of `comm`. Collective over `comm`.
 
-    comm: an mpi4py communicator or a list of ranks of `launch`. seconds: to wait for another member.
+    comm: an mpi4py communicator or a list of ranks of `launch`. seconds: to wait for another member. stack: keeps the
+    port of the world while it is joined.
     Raises ConfigurationError when this process is not in `comm`, or its members cannot meet.
     """
     is_list = not is_communicator(comm)
     if is_list and sorted(comm) == list(range(launch.size)):
-        yield launch
-        return
+        return launch
     members = _communicator(list(comm), launch.rank, launch.size, launch.starts_mpi) if is_list else comm
     rank, size = members.Get_rank(), members.Get_size()
     is_whole = (rank, size) == (launch.rank, launch.size)
-    with contextlib.ExitStack() as stack:
-        with Meeting(MpiBoard(Launch("MPI", rank, size), env, members), rank, size, seconds) as meeting:
-            own = [is_whole, stack.enter_context(reserved_port()) if rank == 0 else None]
-            found = find_addresses(rank, meeting.gather, env, lambda address: own)
-        address = f"tcp://{found.first}:{found.offers[0][1]}"
-        if all(is_whole for is_whole, _ in found.offers):
-            yield launch
-            return
-        # The local numbers and MPI's world are those of another world.
-        part = launch_from({"rank": rank, "size": size, "init_method": address}, env)
-        yield replace(part, launcher=launch.launcher, starts_horovod=launch.starts_horovod, is_part=True)
+    with Meeting(MpiBoard(Launch("MPI", rank, size), env, members), rank, size, seconds) as meeting:
+        own = [is_whole, stack.enter_context(reserved_port()) if rank == 0 else None]
+        found = find_addresses(rank, meeting.gather, env, lambda address: own)
+    if all(is_whole for is_whole, _ in found.offers):
+        return launch
+    # The local numbers and MPI's world are those of another world.
+    address = f"tcp://{found.first}:{found.offers[0][1]}"
+    part = launch_from({"rank": rank, "size": size, "init_method": address}, env)
+    return replace(part, launcher=launch.launcher, starts_horovod=launch.starts_horovod, is_part=True)
 
 
 def _communicator(ranks: Sequence[int], own: int, size: int, starts_mpi: bool) -> Any:

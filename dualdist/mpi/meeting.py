@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from ..core import needed, process
 from ..core.checks import shown_ranks
@@ -40,14 +40,6 @@ _own: list[socket.socket] = []
 """The sockets of this process."""
 
 
-def announce(launch: Launch, env: Mapping[str, str]) -> None:
-    """Let the other ranks on this host see that this rank has begun to start. Local. Never raises."""
-    # OSError: this or another process of this rank has announced it, or the system is not Linux.
-    with contextlib.suppress(OSError):
-        if launch.local_rank is not None:
-            _own.append(listener_at(_address(launch, env, launch.local_rank), 0))
-
-
 def missing_local_ranks(launch: Launch, env: Mapping[str, str]) -> list[int]:
     """Return the local ranks of this host that have not begun to start, have ended or are stopped. Local."""
     with contextlib.suppress(OSError):  # its launcher is not visible: nobody has announced itself
@@ -62,9 +54,7 @@ def _address(launch: Launch, env: Mapping[str, str], local_rank: int) -> str:
 
 def _runs(address: str) -> bool:
     """Return whether a process listens at `address` and is not stopped."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
-        probe.settimeout(_CONNECT_SECONDS)
-        probe.connect(address)
+    with contextlib.suppress(OSError), connected(address, 0, _CONNECT_SECONDS) as probe:
         process = own_peer(probe)
         # A process that was forked from a dead rank keeps its socket.
         return process is not None and process_status(process)[0] not in "TtZX"
@@ -72,15 +62,15 @@ def _runs(address: str) -> bool:
 
 
 @functools.cache
-def library() -> Any | None:
+def library() -> Any:
     """Return mpi4py's MPI module with MPI initialised, or None when it is not usable here."""
     if importlib.util.find_spec("mpi4py") is None:
         return None
-    already = sys.modules.get("mpi4py.MPI")
+    ours = "mpi4py.MPI" not in sys.modules
     import mpi4py
 
     initialize = mpi4py.rc.initialize
-    if already is None:
+    if ours:
         mpi4py.rc.finalize = mpi4py.rc.initialize = False
     try:
         from mpi4py import MPI
@@ -89,7 +79,6 @@ def library() -> Any | None:
         return None
     finally:
         mpi4py.rc.initialize = initialize
-    ours = already is None
     if not MPI.Is_initialized():  # also if the script has set mpi4py.rc.initialize = False, as for Horovod
         if _open_mpi_would_abort(os.environ) and MPI.get_vendor()[0] == "Open MPI":
             return None
@@ -135,7 +124,7 @@ def is_failing() -> bool:
 
 
 def never_finalize(reason: object) -> None:
-    """Do not finalize MPI at the end of this process: some of its operations do not end."""
+    """Do not finalize MPI at the end of this process, and keep `reason`: some operations of MPI do not end."""
     _failures.append(reason)
 
 
@@ -221,7 +210,10 @@ class _Limit:
         """Let the other ranks on this host see that this rank has begun to start, if MPI may start. Never raises."""
         if launch.starts_mpi:
             self.launch = launch
-            announce(launch, self.env)
+            # OSError: this or another process of this rank has announced it, or the system is not Linux.
+            with contextlib.suppress(OSError):
+                if launch.local_rank is not None:
+                    _own.append(listener_at(_address(launch, self.env, launch.local_rank), 0))
 
 
 _limit: ContextVar[_Limit | None] = ContextVar("limit", default=None)
@@ -258,7 +250,8 @@ def ending_late_calls(call: str) -> Iterator[None]:
         if not missing and returned.wait(_OTHER_HOSTS_SECONDS):
             return
         rank = None if limit.launch is None else limit.launch.rank
-        error = waited(rank, missing_on_host(limit), call, limit.seconds, missing)
+        are_all = limit.launch is not None and is_one_host(limit.launch)
+        error = waited(rank, missing if are_all else [], call, limit.seconds, missing)
         os.write(2, f"dualdist: {error}\n".encode())
         os._exit(1)
 
@@ -271,12 +264,9 @@ def ending_late_calls(call: str) -> Iterator[None]:
         watcher.join()
 
 
-def missing_on_host(limit: _Limit | None = None) -> list[int]:
-    """Return the missing ranks of a start if all ranks are on this host: it cannot see those of others. Local.
-
-    limit: of the start; None: of the one in progress, if this thread runs it.
-    """
-    limit = limit or _limit.get()
+def missing_on_host() -> list[int]:
+    """Return the missing ranks of the start that this thread runs, if all ranks are on this host. Local."""
+    limit = _limit.get()
     if limit is None or limit.launch is None or not is_one_host(limit.launch):
         return []
     return missing_local_ranks(limit.launch, limit.env)
@@ -316,8 +306,8 @@ class MpiBoard(PublishedBoard):
     def __init__(self, launch: Launch, env: Mapping[str, str], communicator: Any = None) -> None:
         """communicator: of all ranks, in their order; by default MPI's world."""
         super().__init__(launch, env)
-        self._mpi = cast(Any, library())
-        self._world: Any = self._mpi.COMM_WORLD if communicator is None else communicator
+        self._mpi = library()
+        self._world = self._mpi.COMM_WORLD if communicator is None else communicator
         self._requests: list[Any] = []
         self._cleared = threading.Event()
 
@@ -351,9 +341,4 @@ class MpiBoard(PublishedBoard):
         self._sender.join()
         # The last poll may have completed them, although it has returned that some are not complete.
         if not self._mpi.Request.Testall(self._requests):
-            _abandoned.append(self)
-            never_finalize("a message to a rank that did not arrive")
-
-
-_abandoned: list[MpiBoard] = []
-"""MPI may still work on their requests."""
+            never_finalize(self)  # which keeps the requests, on which MPI may still work

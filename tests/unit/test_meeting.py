@@ -456,7 +456,9 @@ def test_mpi_ends_as_usual_after_messages_that_the_last_poll_has_sent(
 def test_a_rank_that_runs_is_never_missing_however_often_others_look(monkeypatch: pytest.MonkeyPatch) -> None:
     own: list[socket.socket] = []
     monkeypatch.setattr(mpi, "_own", own)
-    launch, env = Launch("x", 0, 2, local_rank=0, local_size=2), {"PMIX_SERVER_URI": secrets.token_hex(8)}
-    mpi.announce(launch, env)
+    env = {"PMIX_SERVER_URI": secrets.token_hex(8)}
+    launch = Launch("x", 0, 2, local_rank=0, local_size=2, starts_mpi=True)
+    with mpi.limited_start(env, SECONDS) as limit:
+        limit.announce(launch)
     with own[0]:
         assert [mpi.missing_local_ranks(launch, env) for _ in range(100)] == [[1]] * 100
