@@ -16,9 +16,9 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 import torch
@@ -107,26 +107,13 @@ with real_horovod():
     from horovod.runner.elastic.worker import WorkerNotificationManager
 
 
-class _Pickles:
-    """Replaces cloudpickle in Horovod's Wire: pickles name the modules of classes, which dualdist.compat replaces."""
-
-    @staticmethod
-    def dumps(message: Any, protocol: int | None = None) -> bytes:
-        with real_horovod():
-            return bytes(cloudpickle.dumps(message, protocol=protocol))
-
-    @staticmethod
-    def loads(data: bytes) -> Any:
-        with real_horovod():
-            return cloudpickle.loads(data)
-
-
 class Notifications(WorkerNotificationManager):  # type: ignore[misc]
     """Receives the messages, and passes them to the listeners."""
 
     def init(self) -> None:
         """Listen, and send the address to horovodrun, which sends a test message at once. Local."""
-        network.cloudpickle = _Pickles
+        inside = real_horovod()  # pickles name the modules of classes, which dualdist.compat replaces
+        network.cloudpickle = SimpleNamespace(dumps=inside(cloudpickle.dumps), loads=inside(cloudpickle.loads))
         super().init()
 
 
@@ -139,28 +126,28 @@ _ERROR_SECONDS = 7
 """How long a rank may need to ask the others what they do, and to raise its error."""
 
 
-@dataclass(frozen=True)
-class GlooRendezvous:
+class Rendezvous(NamedTuple):
     """What a process needs for hvd.init() with the Gloo controller."""
 
+    meeting: Meeting
     shared: SharedStore
     variables: Mapping[str, str]
-    server: HttpStore | None = None
+    server: HttpStore | None
     """On rank 0."""
 
-    def close(self) -> None:
-        """Stop the server. Local."""
-        if self.server is not None:
-            self.server.close()
 
-
-def serve_rendezvous(meeting: Meeting, launch: Launch, env: Mapping[str, str], settings: Settings) -> GlooRendezvous:
+def serve_rendezvous(meeting: Meeting, launch: Launch, env: Mapping[str, str], settings: Settings) -> Rendezvous:
     """Serve Horovod's rendezvous from rank 0, and return the variables that hvd.init() reads. Collective."""
     own_part = [horovods_version(), launch.local_rank]
     shared = open_store(meeting, env, settings.start_timeout_seconds, own_part)
     check_interfaces("HOROVOD_GLOO_IFACE", env)
     versions, local_ranks = zip(*shared.messages, strict=True)
-    _check_builds(versions)
+    for rank, version in enumerate(versions):  # different builds would wait for each other
+        if version != versions[0]:
+            raise ConfigurationError(
+                f"Horovod must be the same build on all ranks, but is {versions[0]} on rank 0 and {version} on rank "
+                f"{rank} instead. Install the same on every host, with dualdist install-horovod for example."
+            )
     places: list[Place] = list(zip(shared.addresses.nodes, local_ranks, strict=True))
     names, worlds = nodes(places), topology(places)
     is_first = launch.rank == 0
@@ -171,7 +158,7 @@ def serve_rendezvous(meeting: Meeting, launch: Launch, env: Mapping[str, str], s
     variables = horovod_variables(worlds[launch.rank], rendezvous, names[launch.rank], interface)
     timeout = "HOROVOD_GLOO_TIMEOUT_SECONDS"
     variables[timeout] = env.get(timeout) or _gloo_timeout(settings)
-    return GlooRendezvous(shared, variables, server)
+    return Rendezvous(meeting, shared, variables, server)
 
 
 class HorovodsBoard(PublishedBoard):
@@ -186,16 +173,6 @@ class HorovodsBoard(PublishedBoard):
         if self._text is None:
             self._text = str(hvd.broadcast_object(None, root_rank=0, name="dualdist.rank 0"))
         return self._text
-
-
-def _check_builds(versions: Sequence[str]) -> None:
-    """Raise ConfigurationError if the ranks have different builds of Horovod, which would wait for each other."""
-    for rank, version in enumerate(versions):
-        if version != versions[0]:
-            raise ConfigurationError(
-                f"Horovod must be the same build on all ranks, but is {versions[0]} on rank 0 and {version} on rank "
-                f"{rank} instead. Install the same on every host, with dualdist install-horovod for example."
-            )
 
 
 def _gloo_timeout(settings: Settings) -> str:
@@ -230,13 +207,7 @@ class HorovodBackend(Backend):
     """Receives horovodrun's messages about changed hosts. It listens on one port for the life of the process."""
 
     def __init__(
-        self,
-        launch: Launch,
-        settings: Settings,
-        env: Mapping[str, str],
-        meeting: Meeting | None,
-        rendezvous: GlooRendezvous | None,
-        adopted: bool,
+        self, launch: Launch, settings: Settings, env: Mapping[str, str], rendezvous: Rendezvous | None, adopted: bool
     ) -> None:
         self.rank, self.size = hvd.rank(), hvd.size()
         self.transport = "nccl" if hvd.nccl_built() and torch.cuda.is_available() else self._controller()
@@ -254,9 +225,9 @@ class HorovodBackend(Backend):
         self._sets = known_process_sets()
         self.address = LOOPBACK
         self._nodes: tuple[str, ...] = (own_node(),)
-        self._meeting = meeting
-        if meeting is not None:
-            self._on_shutdown.callback(meeting.close, started=False)
+        if rendezvous is not None:
+            self._meeting = rendezvous.meeting
+            self._on_shutdown.callback(rendezvous.meeting.close, started=False)
         if self.size > 1:
             if rendezvous is None:
                 shared = limited(lambda: self._open_store(env), self.rank, self._timeout)
@@ -311,7 +282,7 @@ class HorovodBackend(Backend):
         if cls.is_running():
             if env.get("HOROVOD_TIMELINE", "") not in ("", "DYNAMIC"):  # Horovod writes to the same file
                 hvd.stop_timeline()
-            return cls(launch, settings, env, None, None, adopted=True)
+            return cls(launch, settings, env, None, adopted=True)
         if transport is not None:
             cls.check(transport, launch)
         if cls._kept:
@@ -320,7 +291,7 @@ class HorovodBackend(Backend):
                     "`comm` must be all ranks, but is a part: MPI keeps Horovod in its first world. Use process sets."
                 )
             cls._kept = False
-            return cls(launch, settings, env, None, None, adopted=False)
+            return cls(launch, settings, env, None, adopted=False)
         with contextlib.ExitStack() as undo:
             chooses_mpi = transport is None and _has_mpi_controller(launch) and hvd.mpi_built()
             uses_mpi = transport == "mpi" or chooses_mpi
@@ -339,7 +310,7 @@ class HorovodBackend(Backend):
                 cls._connect(hvd.init, meeting, launch.rank, settings.start_timeout_seconds)
             cls._group_numbers = itertools.count()
             with wrapped():
-                started = cls(launch, settings, env, meeting, rendezvous, adopted=False)
+                started = cls(launch, settings, env, rendezvous, adopted=False)
             undo.pop_all()
         return started
 
@@ -506,8 +477,8 @@ class HorovodBackend(Backend):
             # An elastic job starts Horovod again, for which its shutdown must end: at the latest, at Gloo's timeout.
             limits = process.world_has_failed and (process.has_failed() or not self._elastic)
             (shut_down_in_time if limits else hvd.shutdown)()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
+        if self._rendezvous is not None and self._rendezvous.server is not None:
+            self._rendezvous.server.close()
 
     def abandon(self) -> None:
         super().abandon()
@@ -523,13 +494,8 @@ class HorovodBackend(Backend):
 
     def facts(self) -> Mapping[str, bool | int]:
         mpi = bool(hvd.mpi_enabled())
-        threads = mpi and hvd.mpi_threads_supported()
-        return {
-            **self.built(),
-            "mpi_enabled": mpi,
-            "gloo_enabled": hvd.gloo_enabled(),
-            "mpi_threads_supported": threads,
-        }
+        enabled = {"mpi_enabled": mpi, "gloo_enabled": hvd.gloo_enabled()}
+        return {**self.built(), **enabled, "mpi_threads_supported": mpi and hvd.mpi_threads_supported()}
 
 
 def _has_mpi_controller(launch: Launch) -> bool:

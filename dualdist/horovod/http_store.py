@@ -22,7 +22,7 @@ _LONGEST_VALUE, _MOST_BYTES = 1 << 20, 64 << 20
 _REQUEST_SECONDS = 30.0
 
 
-class HttpStore:
+class HttpStore(ThreadingHTTPServer):
     """Serves PUT, GET and DELETE of /SCOPE/KEY until it is closed. A context manager.
 
     scopes: the number of members of each of Horovod's own scopes. Each member deletes its rank when it has connected to
@@ -30,34 +30,29 @@ class HttpStore:
     (horovod/runner/http/http_server.py:RendezvousHandler.do_DELETE).
     """
 
+    request_queue_size = 1024
+
     def __init__(self, host: str, scopes: Mapping[str, int]) -> None:
+        super().__init__((host, 0), _Handler)
+        self.host, self.port = host, int(self.server_address[1])
         self._scopes = scopes
         self._values: dict[tuple[str, str], bytes] = {}
         self._finished: dict[str, set[str]] = {scope: set() for scope in scopes}
         self._lock = threading.Lock()
-        store = self
-
-        class Handler(_Handler):
-            values = store
-
-        self._server = _Server((host, 0), Handler)
-        self.host, self.port = host, int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="dualdist-http", daemon=True
-        )
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="dualdist-http", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> HttpStore:
-        return self
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that closes its connection is no error of the server."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
+        self.shutdown()
         self._thread.join()
-        self._server.server_close()
+        self.server_close()
 
     def get(self, scope: str, key: str) -> bytes | None:
         """Return a value, None if it is not set."""
@@ -84,27 +79,12 @@ class HttpStore:
                 self._values = {name: value for name, value in self._values.items() if name[0] != scope}
 
 
-def horovods_scopes(nodes: Sequence[str], worlds: Sequence[World]) -> dict[str, int]:
-    """Return Horovod's own scopes and their numbers of members. nodes, worlds: of each rank."""
-    local = {f"local_{node}": count for node, count in Counter(nodes).items()}
-    cross = {f"cross_{world.local_rank}": world.cross_size for world in worlds}
-    return {"global": len(nodes), **local, **cross}
-
-
-class _Server(ThreadingHTTPServer):
-    request_queue_size = 1024
-    daemon_threads = True
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that closes its connection is no error of the server."""
-
-
 class _Handler(BaseHTTPRequestHandler):
-    values: HttpStore
+    server: HttpStore
     timeout = _REQUEST_SECONDS
 
     def do_GET(self) -> None:
-        value = self.values.get(*self._name())
+        value = self.server.get(*self._name())
         self._answer(HTTPStatus.NOT_FOUND if value is None else HTTPStatus.OK, value or b"")
 
     def do_PUT(self) -> None:
@@ -113,11 +93,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.BAD_REQUEST)
             return
         value = self.rfile.read(int(length))
-        kept = len(value) == int(length) and self.values.put(*self._name(), value)
+        kept = len(value) == int(length) and self.server.put(*self._name(), value)
         self._answer(HTTPStatus.OK if kept else HTTPStatus.BAD_REQUEST)
 
     def do_DELETE(self) -> None:
-        self.values.delete(*self._name())
+        self.server.delete(*self._name())
         self._answer(HTTPStatus.OK)
 
     def _name(self) -> tuple[str, str]:
@@ -133,6 +113,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Do not print every request."""
+
+
+def horovods_scopes(nodes: Sequence[str], worlds: Sequence[World]) -> dict[str, int]:
+    """Return Horovod's own scopes and their numbers of members. nodes, worlds: of each rank."""
+    local = {f"local_{node}": count for node, count in Counter(nodes).items()}
+    cross = {f"cross_{world.local_rank}": world.cross_size for world in worlds}
+    return {"global": len(nodes), **local, **cross}
 
 
 # The same server of horovodrun as a board, where ranks find the server of their meeting.
