@@ -40,15 +40,35 @@ _SCRATCH_BYTES = 128 << 10
 _MESSAGE_BYTES = 4 << 20
 """How much a broadcast sends in a round. With less, the ranks wait more often; with more, they copy in turns."""
 
+# Allreduce of members on several hosts: in shared memory within a host, over the network between hosts.
+#
+# A tensor is reduced in chunks, and of each chunk the first members of every host own one share each. An owner reduces
+# its share of the tensors of its host, and then reduces it with the owners of this share on the other hosts. The other
+# members of its host copy the result. NCCL and Horovod do the same between GPUs and hosts (Horovod:
+# horovod/common/ops/nccl_operations.cc, NCCLHierarchicalAllreduce). A host sends 2 (h - 1) / h of the tensor with h
+# hosts. A ring of all n members sends 2 (n - 1) / n of it from each host.
+#
+# Every share needs an owner on every host. Therefore the host with the fewest members sets the number of shares.
+#
+# While the network carries some chunks, the members reduce the next one.
+
+_CHUNKS_IN_FLIGHT = 2
+"""How many chunks the network carries at most while the members reduce another one."""
+
 
 class Rounds:
-    """The collectives of one member. All members run the same ones in the same order."""
+    """The collectives of one member. All members run the same ones in the same order. Places are those on its host."""
 
-    def __init__(self, mesh: Mesh, memory: Memory) -> None:
-        self.mesh, self.memory = mesh, memory
+    def __init__(
+        self, mesh: Mesh, memory: Memory, chunk_bytes: int = 0, num_owners: int = 0, network: Group | None = None
+    ) -> None:
+        """chunk_bytes, num_owners: the same on all hosts; 0: there is only one. A chunk fits a box.
+
+        network: the owners of this member's share on all hosts; None if it owns none.
+        """
+        self.mesh, self.memory, self.network = mesh, memory, network
         self._place, self._size = mesh.rank, mesh.size
-        self._num_owners = mesh.size
-        """How many members reduce a share of a larger tensor: the first ones."""
+        self._chunk_bytes, self._num_owners = chunk_bytes, num_owners or mesh.size
         self._turn = 0
         """Which of the two sets the current round uses."""
 
@@ -63,13 +83,24 @@ class Rounds:
 
     def allreduce(self, tensor: torch.Tensor, op: int) -> CollectiveSteps:
         """Reduce `tensor` (1-D) in place, in the order of the places, so that all members have the same bits."""
-        found = yield from self._find_tensors(tensor)
-        length = self.memory.box_bytes // tensor.element_size()
-        for part in [tensor] if found else tensor.split(length):
-            yield from self._reduce_share(part, found, op)
-            yield from self._copy_shares(part, found)
+        found = [tensor] if self._size == 1 else (yield from self._find_tensors(tensor))
+        num_bytes = self._chunk_bytes or (tensor.nbytes if found else self.memory.box_bytes)
+        length = num_bytes // tensor.element_size()
+        sent: deque[tuple[torch.Tensor, list[torch.Tensor], Work | None]] = deque()
+        for part, *parts in zip(*[one.split(length) for one in (tensor, *found)], strict=True):
+            yield from self._reduce_share(part, parts, op)
+            sent.append((part, parts, self._send(part, op)))
+            if not self._chunk_bytes or len(sent) > _CHUNKS_IN_FLIGHT:
+                yield from self._copy_shares(*sent.popleft())
+        while sent:
+            yield from self._copy_shares(*sent.popleft())
         if found:
             yield from self._meet()  # from here on, the caller may change its tensor
+
+    def _send(self, part: torch.Tensor, op: int) -> Work | None:
+        """Start reducing this member's share with the other hosts."""
+        own = self._own_share(part)
+        return None if self.network is None or own.start == own.stop else self.network.allreduce_(part[own], op)
 
     def allreduce_small(self, tensor: torch.Tensor, op: int) -> CollectiveSteps:
         """Do what `allreduce` does in one round, in which each member adds all tensors. `tensor` must fit a box.
@@ -148,25 +179,25 @@ class Rounds:
                 rows[self._place][share].copy_(part[share])
             yield from self._meet()
         own = self._own_share(part)
-        if own is not None:
-            into = part[own]
-            combine_into(into, [into if row is rows[self._place] else row[own] for row in rows], op)
+        into = part[own]
+        combine_into(into, [into if row is rows[self._place] else row[own] for row in rows], op)
 
-    def _copy_shares(self, part: torch.Tensor, found: Sequence[torch.Tensor]) -> CollectiveSteps:
-        """Wait until the others have done the same, and copy their shares of `part`."""
+    def _copy_shares(self, part: torch.Tensor, found: Sequence[torch.Tensor], work: Work | None) -> CollectiveSteps:
+        """Wait for the network, and until the others have done the same, and copy their shares of `part`."""
+        if work is not None:
+            yield work
+            work.wait()
         rows = found
         if not found:
             rows = self._of(part)
             own = self._own_share(part)
-            if own is not None:
-                rows[self._place][own].copy_(part[own])
+            rows[self._place][own].copy_(part[own])
         yield from self._meet()
         for place, share in self._others(part):
             part[share].copy_(rows[place][share])
 
-    def _own_share(self, part: torch.Tensor) -> slice | None:
-        shares = _shares(len(part), self._num_owners)
-        return shares[self._place] if self._place < self._num_owners else None
+    def _own_share(self, part: torch.Tensor) -> slice:
+        return _shares(len(part), self._num_owners)[self._place] if self._place < self._num_owners else slice(0, 0)
 
     def _others(self, part: torch.Tensor) -> Iterator[tuple[int, slice]]:
         """Return the shares of the other owners, with their places."""
@@ -384,12 +415,11 @@ class SharedMemoryWork(Work):
         self.problem: HorovodInternalError | None = None
 
     def wait(self) -> None:
-        if not self.ended:
-            self._queue.finish(self)
+        self.wait_for(None)
         if self.problem is not None:
             raise type(self.problem)(str(self.problem)) from self.problem
 
-    def wait_for(self, seconds: float) -> None:
+    def wait_for(self, seconds: float | None) -> None:
         if not self.ended:
             self._queue.finish(self, seconds)
 

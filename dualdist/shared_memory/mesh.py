@@ -123,6 +123,16 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
+def _has_signal(connection: socket.socket) -> bool:
+    """Return whether a signal has arrived. Raises OSError if none can arrive any more."""
+    try:
+        if not connection.recv(1):
+            raise ConnectionError("the connection is closed")
+    except BlockingIOError:
+        return False
+    return True
+
+
 class Mesh(Links):
     """The links of one member, by which members wait for each other."""
 
@@ -154,26 +164,14 @@ class Mesh(Links):
         Raises HorovodInternalError when a member has left.
         """
         for step in self.steps:
-            self._signal((self.rank + step) % self.size)
-            source = (self.rank - step) % self.size
-            while not self._has_signal(source):
-                yield self.sockets[source]
-
-    def _signal(self, place: int) -> None:
-        try:
-            self.sockets[place].send(b"\0", socket.MSG_NOSIGNAL)
-        except (OSError, KeyError) as error:
-            raise self._left(place) from error
-
-    def _has_signal(self, place: int) -> bool:
-        try:
-            if self.sockets[place].recv(1):
-                return True
-        except BlockingIOError:
-            return False
-        except (OSError, KeyError) as error:
-            raise self._left(place) from error
-        raise self._left(place)
+            place = (self.rank + step) % self.size
+            try:
+                self.sockets[place].send(b"\0", socket.MSG_NOSIGNAL)
+                place = (self.rank - step) % self.size
+                while not _has_signal(self.sockets[place]):
+                    yield self.sockets[place]
+            except (OSError, KeyError) as error:
+                raise self._left(place) from error
 
     def check(self) -> None:
         """Raise HorovodInternalError if a member has left, or if this one has closed its connections. Local."""
