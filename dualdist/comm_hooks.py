@@ -84,7 +84,6 @@ _LAST_HOOK_SECONDS = 10.0
 _TORCH = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _ONLY_START = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 """Functions of that module that start one collective for a bucket, and wait for nothing."""
-_FIX = "Pass a function, or a tuple of its state and the function."
 
 
 @dataclass(frozen=True)
@@ -114,19 +113,21 @@ def checked_comm_hook(comm_hook: Any) -> CommHook:
     """Return `comm_hook`, a hook or (state, hook), as a CommHook. Raises TypeError."""
     state, hook = comm_hook if isinstance(comm_hook, tuple) and len(comm_hook) == 2 else (None, comm_hook)
     if not callable(hook) or isinstance(hook, type):
-        raise wrong("comm_hook", "a communication hook", hook, _FIX, TypeError)
+        fix = "Pass a function, or a tuple of its state and the function."
+        raise wrong("comm_hook", "a communication hook", hook, fix, TypeError)
     return CommHook(hook, state)
 
 
 class HookedBucket(Work):
     """A bucket that a hook combines, or is going to combine."""
 
-    def __init__(self, hook: CommHook, bucket: GradBucket, channel: Channel, step: str) -> None:
-        self._hook, self._bucket, self._channel, self.step = hook, bucket, channel, step
+    def __init__(self, hook: CommHook, bucket: GradBucket, channel: Channel, step: str, stream: Any = None) -> None:
+        """stream: on which the hook runs, after the work that this thread's stream has now."""
+        self._hook, self._bucket, self._channel, self.step, self._stream = hook, bucket, channel, step, stream
         self.device = bucket.buffer().device
-        self._stream: Any = None
-        self._packed: Any = None
-        """An event after which the gradients are in the bucket."""
+        if stream is not None:
+            self._packed = streams.record_event(self.device)
+            streams.keep_until_done(bucket.buffer(), stream)
         self.only_starts = hook.only_starts
         self._future: torch._C.Future[Any] | None = None
         """Of the result, until it has been waited for."""
@@ -154,15 +155,10 @@ class HookedBucket(Work):
         if self._future is None or not self.only_starts:
             self.finish()
 
-    def run_on(self, stream: Any) -> None:
-        """Let the hook run on `stream`, after the work that this thread's stream has now."""
-        self._stream, self._packed = stream, streams.record_event(self.device)
-        streams.keep_until_done(self._bucket.buffer(), stream)
-
     def start(self) -> None:
         """Call the hook. `finish` waits for its result."""
         with self._reporting_errors():
-            if self._packed is not None:
+            if self._stream is not None:
                 streams.wait_event(self.device, self._packed)
             future = self._hook.hook(self._hook.state, self._bucket)
             if not isinstance(future, torch._C.Future):
@@ -182,12 +178,9 @@ class HookedBucket(Work):
 
     @contextlib.contextmanager
     def _reporting_errors(self) -> Iterator[None]:
+        stream = contextlib.nullcontext() if self._stream is None else streams.use_stream(self._stream)
         try:
-            stream = self._stream
-            with (
-                torch.no_grad(),
-                contextlib.nullcontext() if stream is None else streams.use_stream(stream),
-            ):
+            with torch.no_grad(), stream:
                 yield
         except Exception as error:
             self._report(error)
@@ -278,23 +271,18 @@ class HookQueue:
             channel: reports to the other ranks, which may be waiting, that a hook has raised.
             step: names the backward; equal on all ranks, and another one for each backward.
         """
-        work = HookedBucket(self._hook, GradBucket(place, flat, bucket, is_last), channel, step)
-        self._submit(work)
-        return work
-
-    def _submit(self, work: HookedBucket) -> None:
-        if streams.current_stream(work.device) is not None:
-            work.run_on(self._stream_on(work.device))
+        stream = None if streams.current_stream(flat.device) is None else self._stream_on(flat.device)
+        work = HookedBucket(self._hook, GradBucket(place, flat, bucket, is_last), channel, step, stream)
         if work.only_starts:
-            self._started = [other for other in self._started if not other.done()]
-            self._started.append(work)
+            self._started = [*(other for other in self._started if not other.done()), work]
             self._call(work)
-            return
+            return work
         with self._lock:
             self._waiting.append(work)
             if len(self._waiting) == 1:
                 self._thread = threading.Thread(target=self._run, name="dualdist-comm-hook", daemon=True)
                 self._thread.start()
+        return work
 
     def _run(self) -> None:
         while True:
@@ -358,8 +346,11 @@ class CommHookState:
         # A class may have `__slots__`, and its subclass a `__dict__`.
         slots = [name for kind in type(self._state).__mro__ for name in getattr(kind, "__slots__", ())]
         names = [*slots, *getattr(self._state, "__dict__", ())]
-        values = {name: getattr(self._state, name) for name in names if hasattr(self._state, name)}
-        return {name: _encoded(value) for name, value in values.items() if _is_saved(value)}
+        saved = {}
+        for name in names:
+            with contextlib.suppress(AttributeError, TypeError):  # it is not set, or not saved
+                saved[name] = _encoded(getattr(self._state, name))
+        return saved
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the attributes."""
@@ -371,17 +362,8 @@ class CommHookState:
         self.load_state_dict(states[rank % len(states)])
 
 
-def _is_saved(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_saved, value.values()))
-    if type(value) in (list, tuple):
-        return all(map(_is_saved, value))
-    if isinstance(value, set):
-        return all(isinstance(item, _PLAIN) for item in value)
-    return isinstance(value, (*_PLAIN, random.Random, np.random.RandomState))
-
-
 def _encoded(value: Any) -> Any:
+    """Return `value` as it is saved. Raises TypeError if it is left as it is."""
     if isinstance(value, dict):
         return {key: _encoded(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -391,6 +373,9 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, np.random.RandomState):
         kind, keys, *rest = value.get_state(legacy=True)
         return {_NUMPY: (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)}
+    for item in value if isinstance(value, set) else [value]:
+        if not isinstance(item, _PLAIN):
+            raise TypeError(type(item))
     return value
 
 
