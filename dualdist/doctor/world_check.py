@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
 import socket
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -46,42 +46,31 @@ def check_world(
     """
     timeout = read_settings(env).start_timeout_seconds
     launch = detect(env, mpi.world_size)
-    printed: list[str] = []
+    failed: list[str] = []
 
-    def print_own(error: str, is_own: bool) -> None:
-        if is_own:
-            _print_failure(launch, error, is_json)
-        printed.append(error)
+    def fail(error: str, is_own: bool = True) -> None:
+        if is_own and error not in failed:
+            problem = Problem("arrival", (), (), error)._asdict()
+            facts = {"launcher": launch.launcher, "size": launch.size, "problems": [problem], "can_train": False}
+            print(json.dumps(facts, indent=2) if is_json else f"WRONG: {error}", flush=True)
+        failed.append(error)
 
     try:
         # When a process ends, the launcher may end the one that has not printed yet.
         with mpi.limited_start(env, timeout) as limit, contextlib.ExitStack() as stack:
             limit.announce(launch)
-            meeting = stack.enter_context(meet(launch, env, timeout, print_own))
+            meeting = stack.enter_context(meet(launch, env, timeout, fail))
             address = find_addresses(launch.rank, meeting.gather, env).own
             world = _collect(launch, _chosen(launch, env, backend, transport), address, meeting.gather)
             code = 0
             if launch.rank == 0:
                 report = as_json(launch.launcher, world, find_problems(world, least_bandwidth))
-                _print(json.dumps(report, indent=2) if is_json else as_text(report))
+                print(json.dumps(report, indent=2) if is_json else as_text(report), flush=True)
                 code = int(not report["can_train"])
             return int(meeting.gather(str(code))[0])
     except ConfigurationError as error:
-        if str(error) not in printed:
-            _print_failure(launch, str(error), is_json)
+        fail(str(error))
         return 1
-
-
-def _print_failure(launch: Launch, error: str, is_json: bool) -> None:
-    facts: dict[str, Any] = {"launcher": launch.launcher, "size": launch.size}
-    problem = Problem("arrival", (), (), error)
-    report = facts | {"problems": [problem._asdict()], "can_train": False}
-    _print(json.dumps(report, indent=2) if is_json else f"WRONG: {error}")
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 # What the processes report.
@@ -89,48 +78,41 @@ def _print(text: str) -> None:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """One process, in the types of JSON."""
+    """One process, in the types of JSON.
+
+    node: a name that no other host has (own_node). address: its IPv4 address for the others. versions: a digest of the
+    versions of its packages. backend: the one that init() would choose, or its error if none is usable. devices: a name
+    of each that torch sees, the same in all processes of a host. models, device_nodes: of these devices (node -1:
+    unknown). device_numbers: as in DeviceView. installed_gpus: how many NVIDIA's driver lists, if torch was built for
+    CUDA. cores, core_nodes: the CPUs on which it may run, in order, and their NUMA nodes. installed_cores: those of the
+    host.
+    """
 
     rank: int
     node: str
-    """A name that no other host has (own_node)."""
     host: str
     local_rank: int | None
     address: str
-    """The IPv4 address at which the others reach this process."""
     interface: str
     versions: str
-    """The digest of the versions of its packages."""
     backend: str
-    """The backend that init() would choose, or the error that it would raise."""
     usable: bool
-    """Whether init() could choose a backend."""
     devices: Sequence[str]
-    """A name of each device that torch sees; the processes of a host use the same name for a device."""
     models: Sequence[str]
-    """The model of each device that torch sees."""
     installed_gpus: int
-    """The GPUs of the host that NVIDIA's driver lists, if torch was built for CUDA."""
     device_nodes: Sequence[int]
-    """The NUMA node of each device that torch sees, -1 where it is not known."""
     cores: Sequence[int]
-    """The CPUs on which this process may run, in order."""
     core_nodes: Sequence[int]
-    """The NUMA nodes of these CPUs."""
     installed_cores: int
-    """The CPUs of the host."""
     device_numbers: Sequence[str] = ()
-    """As in DeviceView."""
 
 
 @dataclass(frozen=True)
 class WorldFacts:
-    """What all processes have reported."""
+    """What all processes have reported, in rank order. versions: those of packages, for each different digest."""
 
     processes: Sequence[ProcessFacts]
-    """In rank order."""
     versions: Mapping[str, Mapping[str, str]]
-    """Digest -> versions of packages, for each different digest."""
     links: Sequence[Link]
 
     @property
@@ -166,22 +148,17 @@ _GPUS, _DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia/ver
 
 def _collect(launch: Launch, chosen: tuple[str, bool], address: str, gather: Gather) -> WorldFacts:
     """Return what all processes report, the same on every rank. Collective."""
-    found = json.dumps(installed_versions(), sort_keys=True)
-    devices = visible(by_uuid=True)
-    cores = os.sched_getaffinity(0)
+    found = json.dumps(_installed_versions(), sort_keys=True)
+    devices, cores = visible(by_uuid=True), os.sched_getaffinity(0)
+    indices, interface = range(len(devices)), ""
+    with contextlib.suppress(ConfigurationError):
+        interface = interface_of(address)
     mine = ProcessFacts(
-        launch.rank,
-        own_node(),
-        socket.gethostname(),
-        launch.local_rank,
-        address,
-        _interface(address),
-        hashlib.sha256(found.encode()).hexdigest()[:16],
-        *chosen,
-        devices,
-        [str(accelerator.module().get_device_name(index)) for index in range(len(devices))],
+        *(launch.rank, own_node(), socket.gethostname(), launch.local_rank, address, interface),
+        *(hashlib.sha256(found.encode()).hexdigest()[:16], *chosen, devices),
+        [str(accelerator.module().get_device_name(index)) for index in indices],
         len(list(_GPUS.glob("*"))) if torch.version.cuda else 0,
-        [_node(index) for index in range(len(devices))],
+        list(map(_node, indices)),
         sorted(cores),
         sorted(node for node, numbers in cores_by_node().items() if numbers & cores),
         os.cpu_count() or len(cores),
@@ -197,19 +174,15 @@ def _collect(launch: Launch, chosen: tuple[str, bool], address: str, gather: Gat
     return WorldFacts(processes, known, measure_links(place, len(hosts), address, gather))
 
 
-def installed_versions() -> dict[str, str]:
-    """Return the version of Python, of torch's build, of NVIDIA's driver, and of every installed package. Local."""
+def _installed_versions() -> dict[str, str]:
+    """Return the version of Python, of torch's build, of NVIDIA's driver, and of every installed package."""
     found: dict[str, str] = {}
     for package in importlib.metadata.distributions():
-        # A package without a name is the rest of an incomplete removal.
-        name = package.metadata["Name"] if package.metadata else None
-        if name:
-            # Python imports the first one on its path.
+        # A package without a name is the rest of an incomplete removal. Python imports the first one on its path.
+        if name := package.metadata["Name"] if package.metadata else None:
             found.setdefault(name.lower().replace("_", "-"), package.version)
     found |= {"Python": platform.python_version(), "torch": torch.__version__}
-    if _DRIVER.exists():
-        found["NVIDIA driver"] = _DRIVER.read_text().partition("\n")[0]
-    return found
+    return found | ({"NVIDIA driver": _DRIVER.read_text().partition("\n")[0]} if _DRIVER.exists() else {})
 
 
 def _chosen(launch: Launch, env: Mapping[str, str], backend: str | None, transport: str | None) -> tuple[str, bool]:
@@ -223,17 +196,10 @@ def _chosen(launch: Launch, env: Mapping[str, str], backend: str | None, transpo
     return "+".join(filter(None, (chosen.backend.name, chosen.transport))), True
 
 
-def _interface(address: str) -> str:
-    with contextlib.suppress(ConfigurationError):
-        return interface_of(address)
-    return ""
-
-
 def _node(index: int) -> int:
     found = accelerator.module().get_device_properties(index)
-    if not hasattr(found, "pci_bus_id"):
-        return -1
-    return numa_node(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
+    bus = hasattr(found, "pci_bus_id")
+    return numa_node(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0") if bus else -1
 
 
 # What is wrong in a world, found by comparing what its processes have reported. Pure functions.
@@ -249,25 +215,18 @@ than 5 ms (seconds). Hosts in one data centre need less than 1 ms."""
 
 
 class Problem(NamedTuple):
-    """Something that is wrong."""
+    """Something that is wrong, on the hosts with these names. text: one or two sentences, with what to do."""
 
     kind: str
     hosts: tuple[str, ...]
-    """The names of the hosts on which it is wrong."""
     ranks: tuple[int, ...]
     text: str
-    """One or two sentences: what is wrong, and what to do."""
 
 
 def find_problems(world: WorldFacts, least_bandwidth: float) -> list[Problem]:
     """Return what is wrong. least_bandwidth: of a link, in bytes per second."""
-    return [
-        *_backends(world),
-        *_versions(world),
-        *_clocks(world),
-        *_links(world, least_bandwidth),
-        *_gpus(world),
-    ]
+    links = _links(world, least_bandwidth)
+    return [*_backends(world), *_versions(world), *_clocks(world), *links, *_gpus(world)]
 
 
 def _backends(world: WorldFacts) -> Iterator[Problem]:
@@ -351,13 +310,11 @@ def _gpus(world: WorldFacts) -> Iterator[Problem]:
 
 def find_warnings(world: WorldFacts) -> list[Problem]:
     """Return what makes training slower, but does not prevent it."""
-    return [*_far_gpus(world), *_crowded_cores(world), *_no_nvlink(world)]
-
-
-def _no_nvlink(world: WorldFacts) -> Iterator[Problem]:
+    found = [*_far_gpus(world), *_crowded_cores(world)]
     for node in confined_hosts(world.views):
         processes = [process for process in world.processes if process.node == node]
-        yield _problem("nvlink", processes, NO_NVLINK % processes[0].host)
+        found.append(_problem("nvlink", processes, NO_NVLINK % processes[0].host))
+    return found
 
 
 def _far_gpus(world: WorldFacts) -> Iterator[Problem]:
@@ -382,14 +339,11 @@ def _crowded_cores(world: WorldFacts) -> Iterator[Problem]:
                 crowded += inside
                 break
     if crowded:
-        first = crowded[0]
-        yield _problem(
-            "cores",
-            crowded,
-            f"Each process must have a core, but several are bound to the same ones on {_where(crowded)}: rank "
-            f"{first.rank} to {_ranges(first.cores)} of {first.installed_cores} cores. Give each its own (srun "
-            "--cpus-per-task=2, mpirun --map-by slot:PE=2), or bind none (mpirun --bind-to none).",
-        )
+        one = crowded[0]
+        text = "Each process must have a core, but several are bound to the same ones on "
+        text += f"{_where(crowded)}: rank {one.rank} to {_ranges(one.cores)} of {one.installed_cores} cores. Give each "
+        text += "its own (srun --cpus-per-task=2, mpirun --map-by slot:PE=2), or bind none (mpirun --bind-to none)."
+        yield _problem("cores", crowded, text)
 
 
 def _models(processes: Sequence[ProcessFacts]) -> str:
@@ -399,9 +353,7 @@ def _models(processes: Sequence[ProcessFacts]) -> str:
     return ", ".join(f"{count} x {model}" for model, count in sorted(counts.items()))
 
 
-def _split(
-    pairs: Iterable[tuple[str | None, ProcessFacts]],
-) -> tuple[str | None, dict[str | None, list[ProcessFacts]]]:
+def _split(pairs: Iterable[tuple[str | None, ProcessFacts]]) -> tuple[str | None, dict[str | None, list[ProcessFacts]]]:
     """Return the value that most hosts have, and the processes with each other value. Equal numbers: rank 0's value."""
     processes: dict[str | None, list[ProcessFacts]] = {}
     for value, process in pairs:
@@ -434,32 +386,21 @@ _MOST_LINKS, _MOST_RANGES = 16, 8
 def as_json(launcher: str, world: WorldFacts, problems: Sequence[Problem]) -> dict[str, Any]:
     """Return the report. The clocks are in seconds, round trips too, bandwidths in bytes per second."""
     names = [processes[0].host for processes in world.hosts]
+    hosts, ranks = list[dict[str, Any]](), list[dict[str, Any]]()
+    for processes, clock in zip(world.hosts, world.clocks, strict=True):
+        facts = {name: getattr(processes[0], name) for name in ("host", "address", "interface")}
+        numbers = [process.rank for process in processes]
+        hosts.append(facts | {"ranks": numbers, "clock": clock, "gpus": _models(processes)})
+    for process, index in zip(world.processes, choose_devices(world.views), strict=True):
+        facts = {name: getattr(process, name) for name in ("rank", "host", "cores", "core_nodes")}
+        gpu = (None, None) if index is None else (process.devices[index], process.device_nodes[index])
+        ranks.append(facts | dict(zip(("gpu", "gpu_node"), gpu, strict=True)))
     return {
         "launcher": launcher,
         "size": len(world.processes),
         "backend": world.processes[0].backend,
-        "hosts": [
-            {
-                "host": processes[0].host,
-                "ranks": [process.rank for process in processes],
-                "address": processes[0].address,
-                "interface": processes[0].interface,
-                "clock": clock,
-                "gpus": _models(processes),
-            }
-            for processes, clock in zip(world.hosts, world.clocks, strict=True)
-        ],
-        "ranks": [
-            {
-                "rank": process.rank,
-                "host": process.host,
-                "cores": list(process.cores),
-                "core_nodes": list(process.core_nodes),
-                "gpu": None if index is None else process.devices[index],
-                "gpu_node": None if index is None else process.device_nodes[index],
-            }
-            for process, index in zip(world.processes, choose_devices(world.views), strict=True)
-        ],
+        "hosts": hosts,
+        "ranks": ranks,
         "links": [asdict(link) | {"source": names[link.source], "target": names[link.target]} for link in world.links],
         "problems": [problem._asdict() for problem in problems],
         "warnings": [problem._asdict() for problem in find_warnings(world)],
@@ -471,32 +412,21 @@ def as_text(report: Mapping[str, Any]) -> str:
     """Return the report that `as_json` made, for people."""
     hosts, links, problems = report["hosts"], report["links"], report["problems"]
     world = f"World of {_count(report['size'], 'process', 'es')} on {_count(len(hosts), 'host')}"
-    return "\n".join(
-        [
-            f"{world}, started by {report['launcher']}; backend: {report['backend']}",
-            "",
-            *_table(_host_rows(hosts)),
-            "",
-            *_table(_rank_rows(report["ranks"])),
-            "",
-            *([*_table(_link_rows(links)), ""] if links else []),
-            *(f"WARNING: {problem['text']}" for problem in report["warnings"]),
-            *(f"WRONG: {problem['text']}" for problem in problems),
-            f"{_count(len(problems), 'problem')} must be solved first." if problems else "This allocation can train.",
-        ]
-    )
+    lines = [f"{world}, started by {report['launcher']}; backend: {report['backend']}", ""]
+    for rows in (_host_rows(hosts), _rank_rows(report["ranks"]), *[_link_rows(links)] * bool(links)):
+        lines += [*_table([*rows]), ""]
+    lines += [f"WARNING: {problem['text']}" for problem in report["warnings"]]
+    lines += [f"WRONG: {problem['text']}" for problem in problems]
+    left = f"{_count(len(problems), 'problem')} must be solved first." if problems else "This allocation can train."
+    return "\n".join([*lines, left])
 
 
 def _host_rows(hosts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     yield "host", "ranks", "address", "clock", "GPUs"
     for host in hosts:
-        yield (
-            host["host"],
-            _ranges(host["ranks"]),
-            f"{host['address']} ({host['interface'] or '?'})",
-            "?" if host["clock"] is None else f"{host['clock']:+.3f} s",
-            host["gpus"] or "none",
-        )
+        clock = "?" if host["clock"] is None else f"{host['clock']:+.3f} s"
+        address = f"{host['address']} ({host['interface'] or '?'})"
+        yield host["host"], _ranges(host["ranks"]), address, clock, host["gpus"] or "none"
 
 
 def _rank_rows(ranks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -508,41 +438,32 @@ def _rank_rows(ranks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
         gpu = ("none", "") if rank["gpu"] is None else (rank["gpu"], "?" if node < 0 else str(node))
         row = (_ranges(rank["cores"]), _ranges(rank["core_nodes"]) or "?", *gpu)
         rows.setdefault(row, []).append(rank["rank"])
-    for row, found in rows.items():
-        yield _ranges(found), *row
+    yield from ((_ranges(found), *row) for row, found in rows.items())
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers such as 0-3,8; of many ranges the first ones."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [number]
-        else:
-            ranges.append([number])
-    shown = ",".join("-".join(map(str, ends)) for ends in ranges[:_MOST_RANGES])
-    return f"{shown},... ({len(numbers)})" if len(ranges) > _MOST_RANGES else shown
+    # In a range, numbers differ from their places by the same.
+    ranges = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in ranges]
+    shown = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:_MOST_RANGES])
+    return f"{shown},... ({len(numbers)})" if len(runs) > _MOST_RANGES else shown
 
 
 def _link_rows(links: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     yield "link", "round trip", "bandwidth"
     for link in sorted(links, key=lambda link: link["bandwidth"] or 0.0)[:_MOST_LINKS]:
-        trip = link["round_trip"]
-        yield (
-            f"{link['source']} to {link['target']}",
-            "none" if trip is None else f"{trip * 1e3:.2f} ms",
-            "none" if trip is None else f"{(link['bandwidth'] or 0.0) / 1e6:.1f} MB/s",
-        )
+        numbers = f"{(link['round_trip'] or 0) * 1e3:.2f} ms", f"{(link['bandwidth'] or 0) / 1e6:.1f} MB/s"
+        shown = ("none", "none") if link["round_trip"] is None else numbers
+        yield f"{link['source']} to {link['target']}", *shown
     if len(links) > _MOST_LINKS:
         yield f"({len(links) - _MOST_LINKS} faster links)", "", ""
 
 
-def _table(rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
-    table = list(rows)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield f"  {'  '.join(cells)}".rstrip()
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield f"  {'  '.join(map(str.ljust, row, widths))}".rstrip()
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

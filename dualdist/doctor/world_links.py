@@ -18,7 +18,6 @@ import socketserver
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from ..core.meeting.links import Gather
@@ -27,18 +26,18 @@ from ..core.meeting.server import connected
 
 @dataclass(frozen=True)
 class Link:
-    """The connection from one host to another. source, target: places of the hosts."""
+    """The connection from one host to another. source, target: places of the hosts.
+
+    round_trip: seconds, the shortest of several. clock: by how many seconds the clock of `target` is ahead of that of
+    `source`. bandwidth: bytes per second, from `source` to `target`. problem: why there is no connection.
+    """
 
     source: int
     target: int
     round_trip: float | None = None
-    """Seconds, the shortest of several; None without a connection."""
     clock: float | None = None
-    """By how many seconds the clock of `target` is ahead of that of `source`."""
     bandwidth: float | None = None
-    """Bytes per second from `source` to `target`."""
     problem: str = ""
-    """Why there is no connection."""
 
 
 _LENGTH, _TIME = struct.Struct("!Q"), struct.Struct("!d")
@@ -52,8 +51,6 @@ _CHUNK = 1 << 16
 
 
 class _Answers(socketserver.StreamRequestHandler):
-    """Answers the requests of one connection."""
-
     timeout = _SILENCE_SECONDS
     disable_nagle_algorithm = True
 
@@ -66,20 +63,6 @@ class _Answers(socketserver.StreamRequestHandler):
                 self.wfile.write(_TIME.pack(time.time()))
 
 
-@contextlib.contextmanager
-def _answering(address: str) -> Iterator[int]:
-    """Answer other hosts while the block runs, and yield the port."""
-    with socketserver.ThreadingTCPServer((address, 0), _Answers) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def measure_links(place: int | None, num_hosts: int, address: str, gather: Gather) -> list[Link]:
     """Return the links, the same list on every process. Collective.
 
@@ -87,7 +70,12 @@ def measure_links(place: int | None, num_hosts: int, address: str, gather: Gathe
     """
     steps = [1 << power for power in range((num_hosts - 1).bit_length())]
     with contextlib.ExitStack() as stack:
-        port = None if place is None else stack.enter_context(_answering(address))
+        port = None
+        if place is not None:
+            server = stack.enter_context(socketserver.ThreadingTCPServer((address, 0), _Answers))
+            server.daemon_threads, port = True, server.server_address[1]
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+            stack.callback(server.shutdown)  # waits for the end of its loop
         ends = {end[0]: end[1:] for end in map(json.loads, gather(json.dumps([place, address, port])))}
         targets = [] if place is None else [(place + step) % num_hosts for step in steps]
         links = [Link(place or 0, target) for target in targets]
