@@ -49,8 +49,7 @@ print(MPI.Get_library_version().split(",")[0].splitlines()[0].strip("\\0 "), lev
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dualdist doctor`."""
     add = parser.add_argument
-    text = "the backend to check; by default the one that init() chooses"
-    add("--backend", choices=BACKENDS, help=text)
+    add("--backend", choices=BACKENDS, help="the backend to check; by default the one that init() chooses")
     add("--transport", choices=TRANSPORTS, help="the transport to check")
     checks = parser.add_mutually_exclusive_group()
     text = "start two processes on every available backend and transport"
@@ -67,32 +66,27 @@ def execute(args: argparse.Namespace) -> int:
     if args.world:
         from .world_check import check_world  # imports torch
 
-        bandwidth = args.least_bandwidth * 1e6
-        return check_world(os.environ, args.backend, args.transport, bandwidth, args.json)
+        return check_world(os.environ, args.backend, args.transport, args.least_bandwidth * 1e6, args.json)
     report: dict[str, Any] = {"launch": {}}
     for section in _sections(os.environ, args.backend, args.transport, args.smoke):
         report[section.name] = section.facts
         if not args.json:
-            lines = [section.title, *(f"  {name:16} {text}" for name, text in section.rows.items()), "", ""]
-            sys.stdout.write("\n".join(lines))
-            sys.stdout.flush()
+            lines = [section.title, *(f"  {name:16} {text}" for name, text in section.rows.items()), ""]
+            print("\n".join(lines), flush=True)
     if args.json:
-        sys.stdout.write(f"{json.dumps(report, indent=2)}\n")
+        print(json.dumps(report, indent=2))
     problems = [report["chosen"]["problem"], report["network"]["problem"]]
     problems += [result["problem"] for result in report.get("smoke", {}).values() if not result["skipped"]]
     return int(any(problem is not None for problem in problems))
 
 
 class Section(NamedTuple):
-    """A part of the report."""
+    """A part of the report: the key of its facts in the JSON, in whose types they are, and what the text shows."""
 
     name: str
-    """The key of its facts in the JSON."""
     facts: Mapping[str, Any]
-    """In the types of JSON."""
     title: str
     rows: Mapping[str, str]
-    """What the text shows."""
 
 
 def _sections(env: Mapping[str, str], backend: str | None, transport: str | None, smoke: bool) -> Iterator[Section]:
@@ -134,22 +128,16 @@ def _problem(backend: str, transport: str, launch: Launch) -> str | None:
     """Return why the processes of `launch` cannot use this backend and transport, None if they can."""
     try:
         load(backend).check(transport, launch)
+        return None
     except ConfigurationError as error:
         return str(error)
-    return None
 
 
 def _launch(launch: Launch) -> Section:
     numbers = {name: getattr(launch, name) for name in ("rank", "size", "local_rank", "local_size")}
     sources = {name: source for name, source in launch.sources.items() if numbers[name] is not None}
-    facts = {
-        "launcher": launch.launcher,
-        **numbers,
-        "sources": sources,
-        "meets_at": launch.init_method,
-        "starts_mpi": launch.starts_mpi,
-        "ignored": list(launch.ignored),
-    }
+    facts = {"launcher": launch.launcher, **numbers, "sources": sources, "meets_at": launch.init_method}
+    facts |= {"starts_mpi": launch.starts_mpi, "ignored": list(launch.ignored)}
     rows = {"launcher": launch.launcher} | {name: launch.describe(name) for name in sources}
     rows |= {"meets at": launch.init_method} if launch.init_method else {}
     if launch.ignored:
@@ -175,21 +163,13 @@ def _network(env: Mapping[str, str]) -> Section:
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     with socket.create_server((LOOPBACK, 0)) as server:
         free = server.getsockname()[1]
-    interfaces, on_one_host = addresses(), use[0] if use and env.get(INTERFACE) else LOOPBACK
+    host, on_one_host = socket.gethostname(), use[0] if use and env.get(INTERFACE) else LOOPBACK
     ports = f"free ones of {low}-{high}, such as {free}"
     is_set = {name: env[name] for name in _INTERFACES if env.get(name)}
-    facts = {
-        "host": socket.gethostname(),
-        "interfaces": interfaces,
-        "on_one_host": on_one_host,
-        "between_hosts": use,
-        "problem": problem,
-        "ports": ports,
-        "set": is_set,
-    }
+    facts = {"host": host, "interfaces": addresses(), "on_one_host": on_one_host, "between_hosts": use}
     between = problem or ", ".join(use) or "no address"
-    rows = {**interfaces, "on one host": on_one_host, "between hosts": between, "ports": ports, **is_set}
-    return Section("network", facts, f"Network of {socket.gethostname()}", rows)
+    rows = {**addresses(), "on one host": on_one_host, "between hosts": between, "ports": ports, **is_set}
+    return Section("network", facts | {"problem": problem, "ports": ports, "set": is_set}, f"Network of {host}", rows)
 
 
 def _gpu() -> Section:
@@ -206,81 +186,48 @@ def _gpu() -> Section:
 
 def _mpi(env: Mapping[str, str]) -> Section:
     """Start MPI in a new process: under most launchers, starting it in this process would fail."""
-    facts: dict[str, str | None] = {"library": None, "thread_level": None, "problem": None}
-    ended = _run([sys.executable, "-c", _MPI_SOURCE], env, _MPI_SECONDS)
-    if ended is None:
-        facts["problem"] = f"MPI did not start within {_MPI_SECONDS:.0f} s"
-    elif ended.returncode != 0:
-        facts["problem"] = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-    else:
-        facts["library"], facts["thread_level"] = ended.stdout.splitlines()
-    text = facts["problem"] or f"{facts['library']}, threads: {facts['thread_level']}"
-    return Section("mpi", facts, "MPI", {"library": text})
+    output, problem = _run([sys.executable, "-c", _MPI_SOURCE], env, _MPI_SECONDS)
+    library, level = (None, None) if problem else output.splitlines()
+    text = problem or f"{library}, threads: {level}"
+    return Section("mpi", {"library": library, "thread_level": level, "problem": problem}, "MPI", {"library": text})
 
 
-def _run(command: list[str], env: Mapping[str, str], seconds: float) -> subprocess.CompletedProcess[str] | None:
-    """Run `command` without the variables of launchers in `env`; None if it did not end in time."""
-    clean = without_launchers(env)
+def _run(command: list[str], env: Mapping[str, str], seconds: float) -> tuple[str, str | None]:
+    """Run `command` without the variables of launchers in `env`. Return its output, and what went wrong."""
+    clean, none = without_launchers(env), subprocess.DEVNULL
     try:
-        return subprocess.run(
-            command, env=clean, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
-        )
+        ended = subprocess.run(command, env=clean, stdin=none, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return None
+        return "", f"did not end within {seconds:.0f} s"
+    lines = (ended.stdout + ended.stderr).splitlines()
+    shown = [*(line for line in lines if "Error" in line), *lines[-1:], f"exit code {ended.returncode}"]
+    return ended.stdout, shown[0] if ended.returncode else None
 
 
-# The smoke test: two real processes join a world and exchange a few numbers.
-#
-# If mpirun starts the processes, each of them runs
-#
-#     python -m dualdist.doctor.command BACKEND TRANSPORT
+# The smoke test: two real processes, python -m dualdist.doctor.command BACKEND TRANSPORT, join a world.
 
 _SECONDS = 60.0
 _PROCESSES = 2
 
 
 def _smoke(combinations: list[str], env: Mapping[str, str]) -> Section:
-    """Start each of `combinations` ('backend+transport')."""
+    from ..core import accelerator
+
     results: dict[str, dict[str, Any]] = {}
     for combination in combinations:
         start = time.monotonic()
-        backend, _, transport = combination.partition("+")
-        missing = _missing(transport)
-        problem = _try(backend, transport, env) if missing is None else f"not tried: {missing}"
-        seconds = round(time.monotonic() - start, 1)
-        results[combination] = {"seconds": seconds, "problem": problem, "skipped": missing is not None}
+        backend, transport = combination.split("+")
+        words = [sys.executable, "-m", __name__, backend, transport]
+        run = [sys.executable, "-m", "dualdist", "run", "-np", str(_PROCESSES), *words]
+        command = mpirun_command(_PROCESSES, words) if TRANSPORTS[transport].needs_mpi else run
+        if needs_gpus(transport) and accelerator.count() < _PROCESSES:
+            problem: str | None = f"not tried: {transport} needs a GPU for each of {_PROCESSES} processes"
+        else:
+            problem = _run(command, env, _SECONDS)[1] if command else "not tried: no mpirun on PATH"
+        seconds, skipped = round(time.monotonic() - start, 1), str(problem).startswith("not tried")
+        results[combination] = {"seconds": seconds, "problem": problem, "skipped": skipped}
     rows = {name: result["problem"] or f"works ({result['seconds']} s)" for name, result in results.items()}
     return Section("smoke", results, "Two processes", rows)
-
-
-def _missing(transport: str) -> str | None:
-    """Return what two processes need for `transport` and do not have here, None if they have everything."""
-    from ..core import accelerator
-
-    if needs_gpus(transport) and accelerator.count() < _PROCESSES:
-        return f"{transport} needs a GPU for each of {_PROCESSES} processes"
-    return "no mpirun on PATH" if TRANSPORTS[transport].needs_mpi and not shutil.which("mpirun") else None
-
-
-def _try(backend: str, transport: str, env: Mapping[str, str]) -> str | None:
-    """Return what went wrong, None when everything worked."""
-    if not TRANSPORTS[transport].needs_mpi:
-        import dualdist
-
-        try:
-            dualdist.spawn(attempt, (backend, transport), _PROCESSES, timeout=_SECONDS)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return None
-    command = mpirun_command(_PROCESSES, [sys.executable, "-m", __name__, backend, transport])
-    assert command is not None  # mpirun is there
-    ended = _run(command, env, _SECONDS)
-    if ended is None:
-        return f"did not end within {_SECONDS:.0f} s"
-    if ended.returncode == 0:
-        return None
-    errors = [line for line in (ended.stdout + ended.stderr).splitlines() if "Error" in line]
-    return errors[0] if errors else f"exit code {ended.returncode}"
 
 
 def attempt(backend: str, transport: str) -> None:
