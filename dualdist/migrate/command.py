@@ -31,23 +31,13 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import dualdist
 
 from ..compat import MODULES
 from ..core.backends import TRANSPORTS
-from .notebook import HIDDEN
-from .source import (
-    SET_BY_INIT,
-    SOURCE_RULE,
-    VARIABLES,
-    Edit,
-    Finding,
-    Source,
-    lines_of,
-    usable,
-)
+from .source import HIDDEN, SET_BY_INIT, SOURCE_RULE, VARIABLES, Edit, Finding, Source, lines_of, usable
 
 _COMPAT = "`python -m dualdist.compat` runs the script as it is"
 _OF_HOROVOD = {
@@ -83,6 +73,8 @@ _EXEC = (
     "`dualdist exec`"
 )
 _MPI = "COMM_WORLD has size 1 under launchers without MPI: use hvd.rank(), hvd.broadcast_object() etc. after hvd.init()"
+_BY_HAND = {"apex.parallel.DistributedDataParallel": "use hvd.DistributedDataParallel()", "mpi4py.MPI.COMM_WORLD": _MPI}
+"""Name of another package -> what takes its place."""
 _ALONE = (
     "hvd.init() would leave each of these processes alone: call the function once, with hvd.local_rank(), and start "
     "the script by a launcher; or use hvd.spawn(function, args, nprocs=)"
@@ -92,9 +84,6 @@ _COUNT = "as many processes as the launcher has started on this host"
 _INIT = ("backend", "init_method", "timeout", "world_size", "rank")
 _SPAWN = ("fn", "args", "nprocs", "join", "daemon", "start_method")
 """The parameters of torch's init_process_group, and of its spawn."""
-_STARTERS = ("spawn", "start_processes", "Process")
-_STARTING_PACKAGES = ("torch", "multiprocessing")
-"""Functions that start processes which no launcher knows, and the packages that have them."""
 
 _TRANSPORTS = [name for name, transport in TRANSPORTS.items() if not transport.needs_mpi]
 
@@ -267,22 +256,18 @@ def _starts_processes(source: Source, function: Any) -> bool:
     name, root = getattr(function, "attr", None) or getattr(function, "id", ""), function
     while isinstance(root, ast.Attribute) and isinstance(root.value, ast.Call):
         root = root.value.func  # of get_context("spawn").Process
-    package = source.dotted(root).partition(".")[0]
-    is_unknown = not package and name == "Process"  # of a context in a variable
-    return name in _STARTERS and (is_unknown or package in _STARTING_PACKAGES)
-
-
-class Start(NamedTuple):
-    """What becomes of the arguments of init_process_group in hvd.init()."""
-
-    kept: str
-    numbers: str
-    """A rank and a size that the script computes: a second hvd.init() compares them with those of the launcher."""
-    lost: str
+    path = source.dotted(root)
+    is_known = re.match(r"(torch|multiprocessing)\.", path) or (not path and name == "Process")  # of a context
+    return bool(is_known and re.fullmatch("spawn|start_processes|Process", name))
 
 
 class Job:
-    """What the files of a job say together."""
+    """What the files of a job say together.
+
+    starts: a call that starts processes -> what takes its place; "" if that is not certain. arguments: a call of
+    init_process_group -> those of hvd.init(); None if they are not certain. is_first: whether hvd.init() must be the
+    first call, not in place of init_process_group. is_joined: whether the world is joined before any function runs.
+    """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.has_horovod = any(_is_horovod(name) for source in sources for name in source.packages)
@@ -290,21 +275,17 @@ class Job:
         calls = [(source, node) for source in sources for node in source.nodes if isinstance(node, ast.Call)]
         starts = [(source, node) for source, node in calls if _starts_processes(source, node.func)]
         self.starts = {node: _called_once(source, node) for source, node in starts}
-        """A call that starts processes -> what takes its place; "" if that is not certain."""
         inits = [(source, call) for source in sources for call in source.calls("torch", "init_process_group")]
         self.arguments = {call: _init_arguments(source, call) for source, call in inits}
-        """Call of init_process_group -> the arguments for hvd.init(); None if they are not certain."""
         self._in_arguments = {node for call in self.arguments for node in ast.walk(call)}
         self._after = {source.function(call): call.lineno for source, call in inits}
-        computes = any(start and start.numbers for start in self.arguments.values())
+        computes = any(arguments and arguments[1] for arguments in self.arguments.values())
         self.is_first = computes or any(self.starts.values()) or any(map(self._needs_launcher, sources))
-        """Whether hvd.init() must be the first call, not in place of init_process_group."""
         self.started = _started(sources) if self.is_first else []
         is_certain = bool(inits) and None not in self.arguments.values() and "" not in self.starts.values()
         self.replaces = is_certain and bool(self.started or not self.is_first)
         joins = [source.function(call) is source.tree for source in sources for call in source.joins]
         self.is_joined = any(joins) or (self.replaces and self.is_first)
-        """Whether the world is joined before any function runs."""
 
     def _needs_launcher(self, source: Source) -> bool:
         """Return whether a file reads what a launcher has set, and perhaps before init_process_group."""
@@ -335,10 +316,11 @@ class Job:
                 if count > {"shutdown": 0, "SyncBatchNorm.convert_sync_batchnorm": 1}.get(name, count):
                     continue  # of a group
                 new, node = f"{module}.{name}", call.func
-                if start := self.arguments.get(call):
-                    kept, lost = ("", start.kept) if self.is_first else (start.kept, "")
-                    new, node = f"{new}({_listed(kept, start.numbers)})", call
-                    if lost := _listed(start.lost, lost):
+                if arguments := self.arguments.get(call):
+                    kept, numbers, lost = arguments
+                    kept, lost = ("", _listed(lost, kept)) if self.is_first else (kept, lost)
+                    new, node = f"{new}({_listed(kept, numbers)})", call
+                    if lost:
                         advice = "hvd.init() chooses the transport, and the first one takes transport= and timeout="
                         yield Finding(call.lineno, "differs", f"{lost} goes: {advice}")
                 yield source.change(node, new, f"{module}.{name}() {text}")
@@ -373,34 +355,31 @@ class Job:
         if self.replaces and source.options and source.meaning("os") != "os":
             yield _inserted(source, body[0], "import os", "add `import os`")
         if is_started:
-            text, why = (
-                f"{source.module}.init()",
-                "is the first call: what follows needs what the launcher knows",
-            )
+            text = f"{source.module}.init()"
             # Processes of data loaders may import this file, too.
             line = f'if __name__ == "__main__":\n    {text}' if _guard(source) else text
-            yield _inserted(source, body[0], line, f"{text} {why}")
+            why = f"{text} is the first call: what follows needs what the launcher knows"
+            yield _inserted(source, body[0], line, why)
 
     def _torch(self, source: Source) -> Iterator[Finding]:
         """Yield what there is to say about processes and groups, except for the changes."""
-        is_certain = None not in self.arguments.values()
+        why = "what starts it is to be changed by hand, or not among the files"
+        if None in self.arguments.values():
+            why = "its arguments, here or in another file, are not certain"
         for node in source.nodes:
-            path = source.dotted(node)
+            path, text = source.dotted(node), ""
             if node in self.starts and self.arguments and not self.replaces:
-                yield Finding(node.lineno, "by hand", _ALONE)
+                text = _ALONE
             elif node in self.arguments and not self.replaces:
-                why = "what starts it is to be changed by hand, or not among the files"
-                why = why if is_certain else "its arguments, here or in another file, are not certain"
-                yield Finding(node.lineno, "by hand", _EXEC.format(why))
+                text = _EXEC.format(why)
             elif node in source.options and self.uses_hvd and not self.replaces:
-                yield Finding(node.lineno, "by hand", f"{_OPTION}: use hvd.local_rank()")
-            elif path == "apex.parallel.DistributedDataParallel":
-                yield Finding(node.lineno, "by hand", "use hvd.DistributedDataParallel()")
-            elif path == "mpi4py.MPI.COMM_WORLD":
-                yield Finding(node.lineno, "by hand", _MPI)
+                text = f"{_OPTION}: use hvd.local_rank()"
             elif path == "torch.distributed.is_initialized" and self.has_horovod:
                 text = "is_initialized() is True after hvd.init(); with Horovod it is not"
                 yield Finding(node.lineno, "differs", text)
+                continue
+            if text := text or _BY_HAND.get(path, ""):
+                yield Finding(node.lineno, "by hand", text)
 
     def _variables(self, source: Source) -> Iterator[Finding]:
         """Yield what there is to say about the environment variables that launchers set."""
@@ -418,6 +397,7 @@ class Job:
                 continue
             (number, launcher), is_torchs = VARIABLES[name], name in SET_BY_INIT
             whole = source.parents[source.parents[node]]
+            is_int = isinstance(whole, ast.Call) and re.fullmatch(r"int\([^,]*\)", ast.unparse(whole))
             is_tested = isinstance(source.parents[node], ast.Compare) and is_torchs_too
             if is_set and is_torchs:
                 text = f"setting {name}: hvd.init() sets it, and `dualdist exec` before the script starts"
@@ -428,7 +408,7 @@ class Job:
                 yield Finding(node.lineno, "by hand", text)
             elif self.replaces and self.is_first and (is_torchs or is_tested):
                 continue
-            elif self.replaces and self.is_first and number and not self.starts and _is_int(whole):
+            elif self.replaces and self.is_first and number and not self.starts and is_int:
                 text = f"{source.module}.{number}()"
                 yield source.change(whole, text, f"{text} instead of {name}, which only {launcher} sets")
             elif has_init and not is_tested and (not is_torchs or node in early):
@@ -487,23 +467,22 @@ def _local_rank_default(source: Source, call: Any) -> Finding:
     return Finding(call.lineno, "change", f"{_OPTION}: LOCAL_RANK is its default", (edit,))
 
 
-def _is_int(node: Any) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == "int" and len(node.args) == 1
-
-
 def _listed(*arguments: str) -> str:
     return ", ".join(filter(None, arguments))
 
 
-def _init_arguments(source: Source, call: Any) -> Start | None:
-    """Return the arguments of hvd.init() in place of those of init_process_group(); None if that is not certain."""
+def _init_arguments(source: Source, call: Any) -> tuple[str, str, str] | None:
+    """Return the arguments of hvd.init() in place of those of init_process_group(); None if that is not certain.
+
+    After these: a rank and a size that the script computes, because a second hvd.init() compares them with those of
+    the launcher, and what is lost.
+    """
     given = _given(call, _INIT)
     if not _is_plain(source, call, given) or not given.keys() <= {*_INIT, "device_id", "group_name"}:
         return None
     numbers = {name: given[name] for name in ("rank", "world_size") if name in given}
-    computed = {
-        name: node for name, node in numbers.items() if not _is_number(source, node, name.removeprefix("world_"))
-    }
+    known = {name: _is_number(source, node, name.removeprefix("world_")) for name, node in numbers.items()}
+    computed = [f"{name}={source.segment(node)}" for name, node in numbers.items() if not known[name]]
     # Given rank and size, the method is only where the processes meet.
     methods = source.values(given["init_method"]) if "init_method" in given else []
     is_found = len(numbers) == 2 or all(getattr(method, "value", 0) == "env://" for method in methods)
@@ -516,8 +495,7 @@ def _init_arguments(source: Source, call: Any) -> Start | None:
     timeout = [f"timeout={source.segment(node)}" for name, node in given.items() if name == "timeout"]
     backend = _transport(source, given.get("backend"))
     lost = source.segment(given["backend"]) if "backend" in given and not backend else ""
-    texts = [f"{name}={source.segment(node)}" for name, node in computed.items()]
-    return Start(_listed(backend, *timeout), _listed(*texts), lost)
+    return _listed(backend, *timeout), _listed(*computed), lost
 
 
 def _transport(source: Source, backend: Any) -> str:
@@ -576,7 +554,6 @@ def _started(sources: Sequence[Source]) -> list[Source]:
 
 
 def _inserted(source: Source, node: Any, text: str, why: str) -> Finding:
-    """Return the finding that inserts lines before a statement of the module."""
     line = min(each.lineno for each in [node, *getattr(node, "decorator_list", ())])
     start, ending = source.starts[line - 1], re.search(r"[\r\n]+\Z", source.lines[line - 1])
     end = ending[0] if ending else "\n"
