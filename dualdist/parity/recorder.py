@@ -72,12 +72,14 @@ def fingerprint(tensor: torch.Tensor, finds_narrow: bool = False) -> list[Any]:
     return [*found, _narrow(flat) if finds_narrow else None]
 
 
+def _prints(tensors: dict[Any, torch.Tensor]) -> dict[Any, Any]:
+    return {name: fingerprint(tensor) for name, tensor in tensors.items()}
+
+
 @functools.cache
 def _signs(count: int) -> Any:
-    """Return the same pseudo-random signs in every process, without a random generator."""
-    mixed: Any = numpy.arange(1, count + 1, dtype=numpy.uint64) * 0x9E3779B1 % 2**32
-    mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA6B % 2**32
-    return ((mixed >> 16) % 2).astype(numpy.int8) * 2 - 1
+    """Return the same random signs in every process and release of numpy, whose own state stays."""
+    return numpy.random.RandomState(0).randint(0, 2, count, numpy.int8) * 2 - 1
 
 
 def _rows(tensor: torch.Tensor) -> list[str]:
@@ -103,11 +105,8 @@ def _tensors(value: Any, path: str = "input") -> Iterator[tuple[str, torch.Tenso
 
 def _random_states() -> dict[str, str]:
     of_numpy: Any = numpy.random.get_state()
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state().numpy(),
-        "python": numpy.array(random.getstate()[1]),
-        "numpy": numpy.append(*of_numpy[1:3]),
-    }
+    states: dict[str, Any] = {"torch": torch.get_rng_state().numpy(), "numpy": numpy.append(*of_numpy[1:3])}
+    states["python"] = numpy.array(random.getstate()[1])
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state().numpy()
     return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
@@ -142,9 +141,7 @@ def _operations(
     the branches that each has taken. See "Saved tensors" on https://docs.pytorch.org/docs/stable/notes/autograd.html.
     An operation without a name stands before those of the model's `outputs`.
     """
-    found: list[Any] = []
-    targets: dict[str, Any] = {}
-    branches: dict[str, Any] = {}
+    found, targets, branches = list[Any](), dict[str, Any](), dict[str, Any]()
     for node in [*_nodes([loss.grad_fn], outputs), None, *_nodes(outputs, [])]:
         if node is None:
             found.append(["", {}])
@@ -152,9 +149,7 @@ def _operations(
         operation = node.name().rpartition("::")[2].removesuffix("0").removesuffix("Backward")
         numbers: dict[str, Any] = {}
         kind: Any = type(node)
-        for name, is_tensor in _saved(kind):
-            if is_tensor and not reads_tensors:
-                continue
+        for name in [name for name, is_tensor in _saved(kind) if reads_tensors or not is_tensor]:
             with contextlib.suppress(Exception):  # nothing here may end a training
                 value = getattr(node, f"_saved_{name}")
                 if isinstance(value, bool | int | float):
@@ -182,6 +177,8 @@ def _summing_error(values: torch.Tensor) -> float:
     return (max(sums) - min(sums)) / total if 0 < total < math.inf else 0.0
 
 
+_LIBRARIES = ("dualdist", "horovod", "torch")
+"""Their own calls are not followed. The first two define optimizers that stand for others."""
 _COLLECTIVE = re.compile(
     r"(grouped_|sparse_)?(all_?reduce|all_?gather|broadcast|reduce_?scatter|all_?to_?all)\w*|reduce|gather\w*|scatter\w*"
     r"|barrier|join"
@@ -189,8 +186,6 @@ _COLLECTIVE = re.compile(
 """The functions of dualdist, horovod.torch and torch.distributed that are collectives."""
 _SHOWN = ("name", "op", "average", "root_rank", "src", "dst")
 """Their arguments that are recorded, besides tensors."""
-_WRAPPERS = ("dualdist.", "horovod.")
-"""Where optimizers are defined that stand for others."""
 _NO_SETTINGS = ("param_names", "foreach", "fused", "capturable", "differentiable")
 """Entries of an optimizer's group that are no settings, or change no more than the last digit."""
 
@@ -199,57 +194,84 @@ def _while_training(record: Callable[..., None]) -> Callable[..., None]:
     """Let the method do nothing after the last step, and while compiling."""
 
     @functools.wraps(record)
-    def recorded(self: Recorder, *args: Any) -> None:
+    def recorded(self: Recorder, /, *args: Any, **kwargs: Any) -> None:
         if not self.has_ended and not torch.compiler.is_compiling():
-            record(self, *args)
+            record(self, *args, **kwargs)
+
+    return recorded
+
+
+def _around(function: Any, before: Any = lambda *_, **__: None, after: Any = lambda *_, **__: None) -> Any:
+    """Return a function that calls `before` with its arguments, and `after` with its result and its arguments."""
+
+    @functools.wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        result = None
+        before(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+            return result
+        finally:
+            after(result, *args)
 
     return recorded
 
 
 class Recorder:
-    """Follows the training of this process, and ends it after `steps` steps."""
+    """Follows the training of this process, and ends it after `steps` steps.
+
+    record: what is written, with `values` as in records.py. params: the parameters of optimizers by their ids; names:
+    of those that a module has. weights: those after the last step. early: those before the first step without a
+    backward. root: the whole model, in its forward. outputs: the operations of which its outputs are. states: of random
+    generators, before the first forward since the last backward. reads_saved: not where a script has hooks on saved
+    tensors, which may compute a forward again.
+    """
 
     def __init__(self, folder: Path, steps: int, rank: int, size: int) -> None:
         self.folder, self.steps, self.rank, self.size = folder, steps, rank, size
         self.record: dict[str, Any] = {"rank": rank, "steps": 0, "values": [], "summing_error": 0.0}
-        """What is written. `values`: see records.py."""
         self.params: dict[int, torch.Tensor] = {}
-        """The parameters of optimizers by their ids; `names` has the names of those that a module has."""
         self.names: dict[int, str] = {}
         self.roots: list[torch.nn.Module] = []
-        self.depth = self.step_depth = self.forwards = self.backwards = self.collectives = 0
-        self.has_begun = self.in_backward = self.has_backward = self.has_ended = False
+        self.depth = self.step_depth = self.in_backward = self.forwards = self.backwards = self.collectives = 0
+        self.has_begun = self.has_backward = self.has_ended = False
         self.own: dict[str, Any] = {}
         self.weights: dict[int, Any] = {}
-        """The weights after the last step."""
         self.early: dict[int, Any] = {}
-        """The weights before the first step without a backward."""
         self.root: torch.nn.Module | None = None
-        """The whole model, in its forward."""
         self.outputs: list[Any] = []
-        """The operations that its outputs are of."""
         self.dtypes: dict[int, str] = {}
         self.narrow: dict[int, str | None] = {}
         self.states: dict[str, str] = {}
-        """Of random generators, before the first forward since the last backward."""
         self.reads_saved = True
-        """Not where a script has hooks on saved tensors: they may compute a forward again."""
+
+    def follow(self, *modules: Any) -> None:
+        """Follow torch, and the collectives that the script calls in `modules`."""
+        register_optimizer_step_pre_hook(self.see_step)
+        register_optimizer_step_post_hook(self.see_step_end)
+        # Torch has no hooks for these: those of forwards see no keyword arguments. `Tensor.backward` calls the second.
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        torch.nn.Module.__call__ = _around(torch.nn.Module.__call__, self.see_forward, self.see_forward_end)  # type: ignore[method-assign]
+        torch.autograd.backward = _around(torch.autograd.backward, self.see_backward, self.see_backward_end)
+        torch.optim.Optimizer.add_param_group = _around(torch.optim.Optimizer.add_param_group, after=self.see_group)  # type: ignore[method-assign]
+        hooks.__enter__ = _around(hooks.__enter__, lambda *_: setattr(self, "reads_saved", False))  # type: ignore[method-assign]
+        for module in modules:
+            for name in filter(_COLLECTIVE.fullmatch, dir(module)):
+                if inspect.isfunction(function := getattr(module, name)):
+                    setattr(module, name, _around(function, functools.partial(self.see_collective, function)))
 
     def add(self, stage: str, values: dict[str, Any], number: int = 0, steps_ago: int = 0) -> None:
         step = self.record["steps"] if self.has_begun else -1
         self.record["values"].append([max(-1, step - steps_ago), stage, number, values])
 
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+    def see_group(self, _: None, optimizer: torch.optim.Optimizer, *__: Any) -> None:
         """Record the gradients of parameters that an optimizer is given."""
-        for tensor in tensors:
+        for tensor in [tensor for group in optimizer.param_groups for tensor in group["params"]]:
             if id(tensor) not in self.params:
                 self.params[id(tensor)] = tensor
                 if tensor.requires_grad:
                     # Not changed by the hooks that reduce: autograd passes what this process has computed.
                     tensor.register_hook(functools.partial(self.see_gradient, id(tensor)))
-
-    def prints(self, params: Iterable[torch.Tensor]) -> dict[int, Any]:
-        return {id(param): fingerprint(param) for param in params}
 
     def named(self, values: dict[int, Any]) -> dict[str, Any]:
         return {self.name(key): value for key, value in values.items()}
@@ -258,8 +280,8 @@ class Recorder:
         return self.names.get(key) or f"parameter {list(self.params).index(key)}"
 
     def buffers(self) -> dict[str, Any]:
-        named = [pair for root in self.roots for pair in root.named_buffers()]
-        return {without_wrappers(name): fingerprint(buffer) for name, buffer in named}
+        named = (pair for root in self.roots for pair in root.named_buffers())
+        return _prints({without_wrappers(name): buffer for name, buffer in named})
 
     def begin(self, root: torch.nn.Module | None) -> None:
         """Record the names in a new model, and the weights and buffers with which training begins."""
@@ -271,32 +293,36 @@ class Recorder:
                 self.names.setdefault(id(tensor), f"{len(self.roots)}:{short}" if taken else short)
         if self.params and not self.has_begun:
             self.add("weights before an early step", self.named(self.early))
-            self.add("initial weights", self.named(self.prints(self.params.values())))
+            self.add("initial weights", self.named(_prints(self.params)))
             self.add("initial buffers", self.buffers())
             self.has_begun = True
 
     @_while_training
-    def see_collective(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        shown = [f"{name}={value}" for name, value in arguments.items() if name in _SHOWN]
-        shown += [f"{dtype_name(it.dtype)}{list(it.shape)}" for _, it in _tensors(arguments)]
-        text = f"{function.__name__}({', '.join(shown)})"
-        # Until the next forward, it belongs to the step before.
-        self.add("collective", {"": text}, self.collectives, steps_ago=int(self.forwards == 0))
-        self.collectives += 1
+    def see_collective(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        caller = sys._getframe(3).f_globals.get("__name__", "").partition(".")[0]
+        if caller in _LIBRARIES:  # not the script's own call
+            return
+        with contextlib.suppress(TypeError):  # which the function raises, too
+            arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+            shown = [f"{name}={value}" for name, value in arguments.items() if name in _SHOWN]
+            shown += [f"{dtype_name(it.dtype)}{list(it.shape)}" for _, it in _tensors(arguments)]
+            # Until the next forward, it belongs to the step before.
+            values, ago = {"": f"{function.__name__}({', '.join(shown)})"}, int(self.forwards == 0)
+            self.add("collective", values, self.collectives, steps_ago=ago)
+            self.collectives += 1
 
     @_while_training
-    def see_forward(self, module: torch.nn.Module, arguments: Any) -> None:
+    def see_forward(self, module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> None:
         self.depth += 1
         is_training = self.depth == 1 and torch.is_grad_enabled() and not self.in_backward
         if is_training and next(module.parameters(), None) is not None:  # a loss has none
             self.begin(module)
-            weights = self.prints(self.params.values()) if self.forwards == 0 else {}
+            weights = _prints(self.params) if self.forwards == 0 else {}
             if any(self.weights.get(key, known) != known for key, known in weights.items()):
                 self.add("weights before the forward", self.named(weights))
             self.collectives *= self.forwards > 0
-            batch = dict(_tensors(arguments))
-            prints = {path: fingerprint(tensor) for path, tensor in batch.items()}
-            self.add("batch", prints, self.forwards)
+            batch = dict(_tensors([*args, kwargs]))
+            self.add("batch", _prints(batch), self.forwards)
             rows = (_rows(tensor) for tensor in batch.values() if tensor.dim() and 0 < len(tensor) < 10_000)
             self.add("samples", {"": next(rows, [])}, self.forwards)
             self.states = self.states or _random_states()
@@ -304,15 +330,14 @@ class Recorder:
             self.forwards += 1
 
     @_while_training
-    def see_forward_end(self, module: torch.nn.Module, output: Any) -> None:
+    def see_forward_end(self, output: Any, module: torch.nn.Module, *_: Any) -> None:
         self.depth = max(0, self.depth - 1)
         tensors = dict(_tensors(output, ""))
         self.dtypes.update({id(module): dtype_name(tensor.dtype) for tensor in [*tensors.values()][:1]})
         if module is self.root and self.depth == 0:
             layers = {without_wrappers(name): self.layer(made) for name, made in module.named_modules()}
             self.add("layers", layers, self.forwards - 1)
-            found = {path: fingerprint(tensor) for path, tensor in tensors.items()}
-            self.add("output of the model", found, self.forwards - 1)
+            self.add("output of the model", _prints(tensors), self.forwards - 1)
             self.root = None
             self.outputs = [tensor.grad_fn for tensor in tensors.values() if tensor.grad_fn is not None]
 
@@ -320,13 +345,16 @@ class Recorder:
         """Return what makes a layer compute what it does, besides its weights."""
         own = [type(module).__name__ + re.sub(r",? ?inplace=\w+", "", f"({module.extra_repr()})")]
         own = own if next(module.children(), None) is None else []  # its parts are layers themselves
-        mode = "in training" if module.training else "in evaluation"
         parameters = module.named_parameters(recurse=False)
         frozen = [f"with {name} frozen" for name, parameter in parameters if not parameter.requires_grad]
+        mode = "in training" if module.training else "in evaluation"
         return " ".join([*own, mode, self.dtypes.get(id(module), ""), *frozen])
 
     @_while_training
-    def see_backward(self, tensors: Any) -> None:
+    def see_backward(self, tensors: Any, *_: Any, **__: Any) -> None:
+        self.in_backward += 1
+        if self.in_backward > 1:
+            return
         self.begin(None)
         self.depth, self.own, self.has_backward = 0, {}, True
         first = next(_tensors(tensors), (None, None))[1]
@@ -348,14 +376,15 @@ class Recorder:
     def see_gradient(self, key: int, gradient: torch.Tensor) -> None:
         if self.in_backward:
             if not self.record["steps"]:
-                error = max(self.record["summing_error"], _summing_error(gradient))
-                self.record["summing_error"] = error
+                self.record["summing_error"] = max(self.record["summing_error"], _summing_error(gradient))
             self.own[self.name(key)] = fingerprint(gradient)
 
     @_while_training
-    def see_backward_end(self) -> None:
-        grads = {key: param.grad for key, param in self.params.items() if param.grad is not None}
-        self.narrow = {key: _narrow(_flat(grad)) for key, grad in grads.items()}
+    def see_backward_end(self, *_: Any) -> None:
+        self.in_backward -= 1
+        if not self.in_backward:
+            grads = {key: param.grad for key, param in self.params.items() if param.grad is not None}
+            self.narrow = {key: _narrow(_flat(grad)) for key, grad in grads.items()}
 
     @_while_training
     def see_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -363,7 +392,7 @@ class Recorder:
         # Horovod's `step`, which reduces, calls that of the optimizer's class, which applies the gradients.
         steps = [vars(base)["step"] for base in type(optimizer).__mro__ if "step" in vars(base)]
         if not self.has_backward and self.step_depth == 1:
-            self.early, self.weights = self.early or self.prints(self.params.values()), {}
+            self.early, self.weights = self.early or _prints(self.params), {}
         if not self.has_backward or self.step_depth < sum(hasattr(step, "hooked") for step in steps):
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -377,14 +406,10 @@ class Recorder:
             for name, value in group.items()
             if name not in _NO_SETTINGS
         }
-        bases = [base for base in type(optimizer).__mro__ if not base.__module__.startswith(_WRAPPERS)]
+        bases = [base for base in type(optimizer).__mro__ if not base.__module__.startswith(_LIBRARIES[:2])]
         settings["class"] = bases[0].__name__
         self.add("settings of the optimizer", settings)
-        self.add_state(optimizer, params)
-
-    def add_state(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-        """Record the optimizer's state, apart from zeros: no state is as good."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, Any]] = {}  # apart from zeros: no state is as good
         for param in params:
             for name, value in optimizer.state.get(param, {}).items():
                 is_print = isinstance(value, torch.Tensor) and (value.dim() > 0 or param.dim() == 0)
@@ -398,8 +423,7 @@ class Recorder:
     def see_step_end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.step_depth = max(0, self.step_depth - 1)
         if self.step_depth == 0 and self.has_backward:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            weights = self.prints(params)
+            weights = _prints({id(param): param for group in optimizer.param_groups for param in group["params"]})
             self.weights = self.weights | weights
             self.add("weights after the step", self.named(weights))
             self.add("buffers after the step", self.buffers())
@@ -414,14 +438,10 @@ class Recorder:
         if self.has_ended:
             return
         self.has_ended = True
-        self.record.update(
-            error=error,
-            threads=torch.get_num_threads(),
-            torch=torch.__version__,
-            device=str(next((tensor.device for tensor in self.params.values()), "none")),
-        )
+        device = str(next((tensor.device for tensor in self.params.values()), "none"))
+        end = {"error": error, "threads": torch.get_num_threads(), "torch": torch.__version__, "device": device}
         part = self.folder / f"rank-{self.rank}.part"
-        part.write_text(json.dumps(self.record))
+        part.write_text(json.dumps(self.record | end))
         part.rename(part.with_suffix(".json"))
 
     def leave(self) -> None:
@@ -438,75 +458,6 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float) else known
 
 
-def _hook(recorder: Recorder, modules: Iterable[Any]) -> None:
-    """Let `recorder` follow torch, and the collectives that the script calls in `modules`."""
-    register_optimizer_step_pre_hook(recorder.see_step)
-    register_optimizer_step_post_hook(recorder.see_step_end)
-
-    # Torch has no hooks for these: those of forwards see no keyword arguments. `Tensor.backward` calls the second.
-    libraries = {module.__name__.partition(".")[0] for module in modules}
-    call, backward = torch.nn.Module.__call__, torch.autograd.backward
-    add_param_group = torch.optim.Optimizer.add_param_group
-
-    @functools.wraps(call)
-    def recorded_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        recorder.see_forward(module, [*args, kwargs])
-        output = None
-        try:
-            output = call(module, *args, **kwargs)
-            return output
-        finally:
-            recorder.see_forward_end(module, output)
-
-    @functools.wraps(backward)
-    def recorded_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if not recorder.in_backward:
-            recorder.see_backward(tensors)
-        is_inner, recorder.in_backward = recorder.in_backward, True
-        try:
-            backward(tensors, *args, **kwargs)
-        finally:
-            recorder.in_backward = is_inner
-        if not is_inner:
-            recorder.see_backward_end()
-
-    @functools.wraps(add_param_group)
-    def recorded_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        add_param_group(optimizer, group)
-        recorder.watch(group["params"])  # now a list of tensors
-
-    def recorded_collective(function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-            if caller not in libraries:  # the script's own call
-                with contextlib.suppress(TypeError):  # which the function raises, too
-                    recorder.see_collective(function, signature.bind(*args, **kwargs).arguments)
-            return function(*args, **kwargs)
-
-        return recorded
-
-    for module in modules:
-        for name in filter(_COLLECTIVE.fullmatch, dir(module)):
-            if inspect.isfunction(function := getattr(module, name)):
-                setattr(module, name, recorded_collective(function))
-
-    hooks = torch.autograd.graph.saved_tensors_hooks
-    enter = hooks.__enter__
-
-    @functools.wraps(enter)
-    def recorded_enter(used: Any) -> None:
-        recorder.reads_saved = False
-        enter(used)
-
-    hooks.__enter__ = recorded_enter  # type: ignore[method-assign]
-    torch.nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
-    torch.autograd.backward = recorded_backward
-    torch.optim.Optimizer.add_param_group = recorded_group  # type: ignore[method-assign, assignment]
-
-
 def main(argv: Sequence[str]) -> None:
     """Run the script; see the module's docstring."""
     folder, steps, size, backend, stacks_signal, _, *command = argv
@@ -516,7 +467,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         if backend not in HOROVOD_BACKENDS:
             install()  # a script of Horovod runs on dualdist
-        _hook(recorder, (importlib.import_module("horovod.torch"), dualdist, torch.distributed))
+        recorder.follow(importlib.import_module("horovod.torch"), dualdist, torch.distributed)
         sys.exit(run(command))
     except SystemExit as end:
         recorder.write("" if end.code else None)  # the output says why
