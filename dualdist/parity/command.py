@@ -101,22 +101,17 @@ def parse_cell(text: str, size: int) -> Cell:
             f"{text!r} instead. Write for example {_LEFT}."
         )
     backend, transport, launcher, given = found.groups()
-    launcher = launcher or f"{backend}run"
+    launcher, number = launcher or f"{backend}run", int(given or size)
     python = Path(variables.pop("python", sys.executable)).expanduser()
     python = python / "bin" / "python" if python.is_dir() else python
-    for value, known in ((backend, DISTRIBUTED_BACKENDS), (transport, TRANSPORTS), (launcher, _LAUNCHERS)):
-        if value not in known:
-            raise ConfigurationError(
-                f"The cell {text!r} must have one of {', '.join(known)}, but has {value!r} instead."
-            )
     program = shutil.which(python)
-    if program is None:
-        raise ConfigurationError(
-            f"The cell {text!r} must have an interpreter or environment, but has {python} instead."
-        )
-    if (number := int(given or size)) < 1:
-        raise ConfigurationError(f"The cell {text!r} must have at least 1 process, but has {number} instead.")
-    return Cell(text, backend, transport, launcher, number, os.path.abspath(program), variables)
+    known = ((backend, DISTRIBUTED_BACKENDS), (transport, TRANSPORTS), (launcher, _LAUNCHERS))
+    wrong = [(f"one of {', '.join(names)}", repr(value)) for value, names in known if value not in names]
+    wrong += [("an interpreter or environment", str(python))] * (program is None)
+    wrong += [("at least 1 process", str(number))] * (number < 1)
+    if wrong:
+        raise ConfigurationError("The cell {!r} must have {}, but has {} instead.".format(text, *wrong[0]))
+    return Cell(text, backend, transport, launcher, number, os.path.abspath(str(program)), variables)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -196,8 +191,8 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str], timeout: float | No
     sys.stderr.write(f"dualdist parity: running {cell.name}\n")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dualdist-parity-") as folder:
-        recorder = ["dualdist.parity.recorder", folder, str(steps), str(cell.size), cell.backend]
-        recorder += [str(int(_STACKS_SIGNAL)), "--"]
+        numbers = [str(steps), str(cell.size), cell.backend, str(int(_STACKS_SIGNAL))]
+        recorder = ["-m", "dualdist.parity.recorder", folder, *numbers, "--"]
         packages = Path(folder) / "packages"  # only this one: another Python has a torch of its own
         packages.mkdir()
         (packages / _PACKAGE.name).symlink_to(_PACKAGE)
@@ -205,7 +200,7 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str], timeout: float | No
         path = os.pathsep.join(filter(None, [given, str(packages)]))
         chosen = {"DUALDIST_BACKEND": cell.backend, "DUALDIST_TRANSPORT": cell.transport, "PYTHONPATH": path}
         with (Path(folder) / "output").open("w+b") as output:
-            start = [*_start(cell), "-m", *recorder, *command]
+            start = [*_start(cell), *recorder, *command]
             env, none = os.environ | cell.variables | chosen, subprocess.DEVNULL
             process = subprocess.Popen(start, stdin=none, stdout=output, stderr=output, env=env)
             former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -224,15 +219,13 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str], timeout: float | No
     ranks.sort(key=lambda rank: int(rank["rank"]))
     has_failed = len(ranks) != cell.size or any(rank["error"] is not None for rank in ranks)
     if has_failed or not all(rank["steps"] for rank in ranks):
-        no_step = "a rank made no step of an optimizer after a backward"
-        why = f"it ended with {code}" if has_failed else no_step
+        why = f"it ended with {code}" if has_failed else "a rank made no step of an optimizer after a backward"
         tail = next((rank["error"].splitlines() for rank in ranks if rank["error"]), lines)[-_TAIL:]
         shown = "".join(f"\n  {line}" for line in tail)
         raise ConfigurationError(f"{cell.name} could not run: {why}. Its last output:{shown}")
     warnings = dict.fromkeys(re.findall(r"\w*Warning: .*", "\n".join(lines)))
-    seconds = time.monotonic() - began
-    found = {"cell": cell.name, "steps": steps, "seconds": seconds, "warnings": [*warnings], "ranks": ranks}
-    return found | {"format": _FORMAT}
+    found = {"cell": cell.name, "steps": steps, "seconds": time.monotonic() - began, "warnings": [*warnings]}
+    return found | {"ranks": ranks, "format": _FORMAT}
 
 
 def _where(folder: Path, size: int) -> list[str]:
@@ -257,10 +250,8 @@ def _where(folder: Path, size: int) -> list[str]:
 def _report(left: Record, right: Record, result: Comparison, tolerance: float) -> Iterator[str]:
     for side, record in (("left ", left), ("right", right)):
         head = record["ranks"][0]
-        yield (
-            f"{side} {record['cell']}: {len(record['ranks'])} processes, {head['steps']} steps, torch "
-            f"{head['torch']}, {head['threads']} threads, {record['seconds']:.1f} s"
-        )
+        versions = f"torch {head['torch']}, {head['threads']} threads, {record['seconds']:.1f} s"
+        yield f"{side} {record['cell']}: {len(record['ranks'])} processes, {head['steps']} steps, {versions}"
     first, least, cause, number = result.first, result.least, result.cause, len(result.losses)
     if first is not None:
         yield f"different: {_place(first)}"

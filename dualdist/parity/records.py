@@ -112,16 +112,16 @@ class Pair:
         key, rank = (found.step, stage, found.number), found.rank if rank is None else rank
         return [side[min(rank, len(side) - 1)].get(key, {}) for side in self.sides]
 
-    def differences(self) -> Iterator[Difference]:
+    def differences(self, stages: Sequence[str] = COMPARED) -> Iterator[Difference]:
         """Yield what differs in any bit, in the order of the module's docstring; where all is equal, a size of 0."""
         known = dict.fromkeys(key for side in self.sides for rank in side for key in rank)
-        keys = [key for key in known if key[0] >= self.begin and key[1] in COMPARED]
+        keys = [key for key in known if key[1] in stages]
+        keys = [key for key in keys if key[0] >= self.begin - (self.begin == 0 or key[1].startswith("initial"))]
         # Stable: in a step as recorded, but all passes of both sides first.
-        keys.sort(key=lambda key: (key[0], _PLACES[key[1]]))
-        for key in [(self.begin - 1, "initial weights", 0), (self.begin - 1, "initial buffers", 0), *keys]:
+        for key in sorted(keys, key=lambda key: (key[0], _PLACES.get(key[1], 0))):
             step = key[0] - self.begin
             if not self.same_size and key[1:] == ("loss", 0) and step < len(self.losses):
-                yield Difference(*key, 0, "", difference(self.losses[step][0], self.losses[step][1]))
+                yield Difference(*key, 0, "", difference(*self.losses[step]))
             for rank in range(self.sizes[0] if self.same_size else int(key[1] in _EVERYWHERE)):
                 left, right = (side[rank].get(key) for side in self.sides)
                 found = [Difference(*key, rank, "", math.inf)] * bool(left or right)

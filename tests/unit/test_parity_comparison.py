@@ -15,9 +15,8 @@ import torch
 
 from dualdist.cli import main
 from dualdist.errors import ConfigurationError
-from dualdist.parity.causes import _CAUSES
 from dualdist.parity.command import parse_cell
-from dualdist.parity.comparison import compare
+from dualdist.parity.comparison import _CAUSES, compare
 from dualdist.parity.recorder import _operations, fingerprint
 from dualdist.parity.records import COMPARED, difference
 
