@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any
 
 import torch
 
@@ -37,10 +37,9 @@ from ..core.checks import path as checked_path
 from ..core.lifecycle import backend_name, size, transport_name
 from ..errors import CheckpointError, DamagedCheckpointError
 
-# Opens checkpoint files for reading. Only regular files: reading from a FIFO or a device may never end.
-
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
     stat.S_IFDIR: "a folder",
@@ -52,27 +51,14 @@ def damaged(path: object, reason: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"`path` must be a checkpoint as dualdist wrote it, but {path} is not: {reason}.")
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open `path` for reading, without a buffer and without waiting.
+def open_checkpoint(path: str | os.PathLike[str]) -> io.FileIO:
+    """Open `path` for reading, without a buffer.
 
-    Raises DamagedCheckpointError when it is not a regular file, OSError when it cannot be opened.
+    Raises OSError, and DamagedCheckpointError when it is not a regular file: to open or read others may never end.
     """
-    return cast(BinaryIO, open(path, "rb", buffering=0, opener=_open_regular))
-
-
-def _open_regular(path: str, flags: int) -> int:
-    try:
-        # Without O_NONBLOCK, opening a FIFO waits for a writer. It has no effect on regular files.
-        descriptor = os.open(path, flags | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # open(2): a socket, or a device that is absent
-            raise damaged(path, "it is a socket or a device, not a regular file") from error
-        raise
-    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-    if kind == stat.S_IFREG:
-        return descriptor
-    os.close(descriptor)
-    raise damaged(path, f"it is {_KINDS.get(kind, 'something else')}, not a regular file")
+    if (kind := stat.S_IFMT(os.stat(path).st_mode)) != stat.S_IFREG:
+        raise damaged(path, f"it is {_KINDS.get(kind, 'something else')}, not a regular file")
+    return open(path, "rb", buffering=0)
 
 
 # Writes a file under a temporary name, and renames it when it is complete.
@@ -100,39 +86,33 @@ class NewFile:
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Write all of `data`, at the latest with `write_pending`, and return its length."""
-        if len(self.pending) + len(data) > PIECE_BYTES:
-            self.write_pending()
-        if len(data) > PIECE_BYTES:
-            self._write(data)
-        else:
-            self.pending += data
-        return len(data)
+        view = memoryview(data)
+        for start in range(0, len(view), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            if len(self.pending) + len(piece) > PIECE_BYTES:
+                self.write_pending()
+            self.pending += piece
+        return len(view)
 
     def flush(self) -> None:
         """Do nothing. torch.save calls it in the middle."""
 
     def write_pending(self) -> None:
         """Write what is pending."""
-        pending, self.pending = self.pending, bytearray()
-        self._write(pending)
-
-    def _write(self, data: bytes | bytearray | memoryview) -> None:
         if self.failure is not None:
             raise self.failure
-        view = memoryview(data)
+        piece, self.pending = memoryview(self.pending), bytearray()
+        self.crc = zlib.crc32(piece, self.crc)
         try:
-            for start in range(0, len(view), PIECE_BYTES):
-                piece = view[start : start + PIECE_BYTES]
-                self.crc = zlib.crc32(piece, self.crc)
-                while piece:
-                    written = os.write(self._descriptor, piece)
-                    piece = piece[written:]
-                    self._size += written
-                unflushed = self._size - self._flushed
-                if self._durable and unflushed >= _FLUSH_BYTES:
-                    # Linux then starts to write dirty pages: mm/fadvise.c, POSIX_FADV_DONTNEED.
-                    os.posix_fadvise(self._descriptor, self._flushed, unflushed, os.POSIX_FADV_DONTNEED)
-                    self._flushed = self._size
+            while piece:
+                written = os.write(self._descriptor, piece)
+                piece = piece[written:]
+                self._size += written
+            unflushed = self._size - self._flushed
+            if self._durable and unflushed >= _FLUSH_BYTES:
+                # Linux then starts to write dirty pages: mm/fadvise.c, POSIX_FADV_DONTNEED.
+                os.posix_fadvise(self._descriptor, self._flushed, unflushed, os.POSIX_FADV_DONTNEED)
+                self._flushed = self._size
         except OSError as error:
             self.failure = error
             raise
@@ -254,7 +234,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         return _decode(_read_comment(file), path)
 
 
-def _read_comment(file: BinaryIO) -> bytes:
+def _read_comment(file: io.FileIO) -> bytes:
     """Return the last COMMENT_BYTES bytes of the file."""
     file.seek(max(0, os.fstat(file.fileno()).st_size - COMMENT_BYTES))
     return file.read(COMMENT_BYTES)
@@ -329,18 +309,6 @@ def copy_verified(path: str | os.PathLike[str], take: Callable[[bytes], object])
 
 # A checkpoint's bytes in memory, on their way from the disk of one rank to all ranks.
 
-_DESCRIPTORS = "/proc/{}/fd/{}"
-"""Where a process finds the open files of another one of its user."""
-
-
-class MemoryAddress(NamedTuple):
-    """Where the other processes of a host find a MemoryFile, while it is open."""
-
-    process_id: int
-    descriptor: int
-    identity: tuple[int, int]
-    """Device and inode. A process in a container of its own may know another process by this ID."""
-
 
 class MemoryFile(io.FileIO):
     """A file in memory (memfd). torch.load maps it instead of copying; loaded tensors keep the memory after closing.
@@ -362,24 +330,21 @@ class MemoryFile(io.FileIO):
         self.seek(0)
         self.truncate()
 
-    def address(self) -> MemoryAddress:
-        """Return where the other processes of this host find the file."""
-        return MemoryAddress(os.getpid(), self.fileno(), _identity(self.fileno()))
+    def address(self) -> tuple[str, os.stat_result]:
+        """Return where the other processes of this host find the file while it is open, and its size and identity."""
+        return f"/proc/{os.getpid()}/fd/{self.fileno()}", os.fstat(self.fileno())
 
-    def become(self, address: MemoryAddress) -> bool:
-        """Use the file of another process of this host in place of this one. It must not be written here.
+    def become(self, path: str, status: os.stat_result) -> bool:
+        """Use the file at this address, of another process of this host, in place of this one. Do not write to it here.
 
         Returns False, without a change, if this process cannot open it.
         """
-        try:
-            path = _DESCRIPTORS.format(address.process_id, address.descriptor)
-            with open(path, "rb", buffering=0) as other:
-                if _identity(other.fileno()) != address.identity:
-                    return False
+        with contextlib.suppress(OSError), open(path, "rb", buffering=0) as other:
+            # A process in a container of its own may know another process by this ID.
+            if is_same := os.path.samestat(os.fstat(other.fileno()), status):
                 os.dup2(other.fileno(), self.fileno(), inheritable=False)
-        except OSError:
-            return False
-        return True
+            return is_same
+        return False
 
     def load(self, name: object) -> dict[str, Any]:
         """Return the values of the checkpoint in this file. name: of the checkpoint, for messages.
@@ -399,8 +364,3 @@ class MemoryFile(io.FileIO):
             raise DamagedCheckpointError(
                 f"`path` must hold only tensors and plain values, but {name} was refused: {reason}."
             ) from error
-
-
-def _identity(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim.swa_utils import AveragedModel
@@ -28,7 +28,7 @@ from ..errors import CheckpointError, DamagedCheckpointError, logger
 from ..rooted_collectives import gather_object
 from .catalog import CatalogEntry, Find
 from .contents import bare_names, check_state, collect, collect_compared, collect_own, digest, few, on_host
-from .format import MemoryAddress, MemoryFile, copy_verified, make_manifest, replacing, write_checkpoint
+from .format import MemoryFile, copy_verified, make_manifest, replacing, write_checkpoint
 from .restoration import load_into
 
 T = TypeVar("T")
@@ -145,12 +145,6 @@ def _write_shares(
     return "", [], write(collect(taken, [share[1] for share in shares], differing))
 
 
-class _FoundFile(NamedTuple):
-    entry: CatalogEntry | None
-    size: int
-    address: MemoryAddress
-
-
 _PIECE_BYTES = 32 << 20
 
 
@@ -165,33 +159,29 @@ def receive_checkpoint(find: Find | None) -> tuple[int, CatalogEntry, dict[str, 
     `outcomes`, and DamagedCheckpointError when it cannot be loaded on this rank.
     """
     with MemoryFile() as file:
-
-        def look() -> _FoundFile:
-            entry = None if find is None else find(file)
-            return _FoundFile(entry, os.fstat(file.fileno()).st_size, file.address())
-
-        found: list[_FoundFile] = outcomes(look)
-        serials = [-1 if each.entry is None else each.entry.manifest.serial for each in found]
+        found = outcomes(lambda: (None if find is None else find(file), file.address()))
+        serials = [-1 if entry is None else entry.manifest.serial for entry, _ in found]
         root = serials.index(max(serials))
-        entry = found[root].entry
+        entry: CatalogEntry | None = found[root][0]
         if entry is None:
             return None
-        _send_file(file, found, root)
+        _send_file(file, [address for _, address in found], root)
         return root, entry, if_all_succeed(lambda: file.load(entry.path), CheckpointError)
 
 
-def _send_file(file: MemoryFile, found: list[_FoundFile], root: int) -> None:
+def _send_file(file: MemoryFile, addresses: Sequence[tuple[str, os.stat_result]], root: int) -> None:
     """Copy the `file` of rank `root` to all hosts, in pieces of 32 MiB.
 
     On each host one rank keeps it, and the others use that rank's file. A rank that cannot open it keeps its own.
     """
     hosts = current().hosts
     keeper = root if hosts[root] == hosts[rank()] else hosts.index(hosts[rank()])
-    is_kept = rank() != root and (rank() == keeper or not file.become(found[keeper].address))
+    is_kept = rank() != root and (rank() == keeper or not file.become(*addresses[keeper]))
     if is_kept:
         file.clear()
-    for start in range(0, found[root].size, _PIECE_BYTES):
-        count = min(_PIECE_BYTES, found[root].size - start)
+    end = addresses[root][1].st_size
+    for start in range(0, end, _PIECE_BYTES):
+        count = min(_PIECE_BYTES, end - start)
         piece = bytearray(os.pread(file.fileno(), count, start)) if rank() == root else bytearray(count)
         broadcast_(torch.frombuffer(piece, dtype=torch.uint8), root)
         if is_kept:

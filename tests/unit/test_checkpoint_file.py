@@ -68,9 +68,9 @@ def test_a_file_of_another_process_is_used_only_if_it_is_the_same() -> None:
     with MemoryFile() as own, MemoryFile() as other:
         own.append(b"own")
         other.append(b"other")
-        wrong = other.address()._replace(identity=own.address().identity)
-        assert not own.become(wrong) and os.pread(own.fileno(), 9, 0) == b"own"
-        assert own.become(other.address()) and os.pread(own.fileno(), 9, 0) == b"other"
+        path, status = other.address()
+        assert not own.become(path, os.fstat(own.fileno())) and os.pread(own.fileno(), 9, 0) == b"own"
+        assert own.become(path, status) and os.pread(own.fileno(), 9, 0) == b"other"
 
 
 def test_a_flipped_bit_anywhere_is_detected(small: Path) -> None:
