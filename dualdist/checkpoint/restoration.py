@@ -108,16 +108,31 @@ def load_into(
     Raises CheckpointError on every rank, TypeError on this rank when `state` is wrong. Then everything is as before,
     except modules when the `load_state_dict` of a module or an optimizer raised.
     """
-    own = if_all_succeed(lambda: _Restoration(state, values, strict, partial, origin), CheckpointError)
+    plain, loads = if_all_succeed(lambda: _fitted(state, values, strict, partial, origin), CheckpointError)
+    former: dict[str, Any] = {}
+
+    def load(kind: type) -> None:
+        for name, function in loads[kind].items():
+            if kind is object:
+                with contextlib.suppress(Exception):  # the user's class may raise anything
+                    former[name] = cloned(state[name].state_dict())
+            try:
+                function()
+            except Exception as error:
+                raise CheckpointError(f"`{name}` could not load its state from {origin}: {error!r}") from error
+
     try:
         for kind in _ORDER:
-            if_all_succeed(functools.partial(own.load, kind), CheckpointError)
-    except BaseException:
-        # BaseException, to do it also when another rank has ended.
-        own.give_back()
+            if_all_succeed(functools.partial(load, kind), CheckpointError)
+    except BaseException:  # also when another rank has ended
+        for name, saved in former.items():
+            try:
+                state[name].load_state_dict(saved)
+            except Exception as error:
+                logger.error("`%s` could not be restored to its former state: %s", name, error)
         raise
-    if own.plain:
-        plain = {name: cloned(value) for name, value in own.plain.items()}
+    if plain:
+        plain = {name: cloned(value) for name, value in plain.items()}
         cast("MutableMapping[str, Any]", state).update(plain)
 
 
@@ -129,55 +144,33 @@ refuse a state for reasons of its own, so these load first.
 """
 
 
-class _Restoration:
-    """How one rank loads its objects and values."""
+def _fitted(
+    state: Mapping[str, Any], values: Mapping[str, Any], strict: bool, partial: bool, origin: object
+) -> tuple[dict[str, Any], dict[type, dict[str, Load]]]:
+    """Return the plain values that fit, and what loads the objects that fit, by their classes in _ORDER.
 
-    def __init__(
-        self, state: Mapping[str, Any], values: Mapping[str, Any], strict: bool, partial: bool, origin: object
-    ) -> None:
-        """Find what fits, without a change. If not everything fits: raise CheckpointError if `strict`, else warn."""
-        self.plain: dict[str, Any] = {}
-        self._state = state
-        self._origin = origin
-        self._loads: dict[type, dict[str, Load]] = {kind: {} for kind in _ORDER}
-        self._former: dict[str, Any] = {}
-        check_state(state)
-        missing = [f"`{name}`" for name in state if name not in values]
-        unexpected = [f"`{name}`" for name in values if name not in state and not partial]
-        problems = [f"it has no {few(missing)}"] if missing else []
-        problems += [f"it has {few(unexpected)}, which the state does not have"] if unexpected else []
-        converted: set[int] = set()
-        for name, value in [(name, state[name]) for name in state if name in values]:
-            saved, load, mismatches = _of_this_rank(value, values[name])
-            if not mismatches and not is_stateful(value):
-                self.plain[name] = saved
-                continue
-            if not mismatches and load is None:
-                load, mismatches = _fit_object(value, saved, converted)
-            problems += [f"`{name}` has {' and '.join(mismatches)}"] if mismatches else []
-            if load is not None:
-                kind = next(kind for kind in reversed(_ORDER) if isinstance(value, kind))
-                self._loads[kind][name] = load
-        report_mismatches(problems, origin, strict=strict)
-
-    def load(self, kind: type) -> None:
-        """Load the objects of one class in _ORDER."""
-        for name, load in self._loads[kind].items():
-            if kind is object:
-                with contextlib.suppress(Exception):  # the user's class may raise anything
-                    self._former[name] = cloned(self._state[name].state_dict())
-            try:
-                load()
-            except Exception as error:
-                raise CheckpointError(f"`{name}` could not load its state from {self._origin}: {error!r}") from error
-
-    def give_back(self) -> None:
-        """Load the former states into the objects that have started to load, except modules and optimizers."""
-        for name, former in self._former.items():
-            try:
-                self._state[name].load_state_dict(former)
-            except Exception as error:
-                logger.error("`%s` could not be restored to its former state: %s", name, error)
+    If not everything fits: raise CheckpointError if `strict`, else warn.
+    """
+    plain: dict[str, Any] = {}
+    loads: dict[type, dict[str, Load]] = {kind: {} for kind in _ORDER}
+    check_state(state)
+    missing = [f"`{name}`" for name in state if name not in values]
+    unexpected = [f"`{name}`" for name in values if name not in state and not partial]
+    problems = [f"it has no {few(missing)}"] if missing else []
+    problems += [f"it has {few(unexpected)}, which the state does not have"] if unexpected else []
+    converted: set[int] = set()
+    for name, value in [(name, state[name]) for name in state if name in values]:
+        saved, load, mismatches = _of_this_rank(value, values[name])
+        if not mismatches and not is_stateful(value):
+            plain[name] = saved
+            continue
+        if not mismatches and load is None:
+            load, mismatches = _fit_object(value, saved, converted)
+        problems += [f"`{name}` has {' and '.join(mismatches)}"] if mismatches else []
+        if load is not None:
+            loads[next(kind for kind in reversed(_ORDER) if isinstance(value, kind))][name] = load
+    report_mismatches(problems, origin, strict=strict)
+    return plain, loads
 
 
 def report_mismatches(problems: Sequence[str], origin: object, *, strict: bool) -> None:
