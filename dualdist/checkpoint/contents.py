@@ -41,19 +41,17 @@ def bare_names(
 
     attribute_of: in which attribute a part of `module` holds what it wraps; "" if it wraps nothing.
     """
-    parts = module.named_modules(remove_duplicate=False)
-    found = [(name, attribute) for name, part in parts if (attribute := attribute_of(part))]
-    hidden = {".".join(filter(None, path)) for path in found}  # such as "0.module"
+    found = [(name, attribute_of(part)) for name, part in module.named_modules(remove_duplicate=False)]
+    hidden = {f"{name}.{attribute}".lstrip(".") for name, attribute in found if attribute}  # such as "0.module"
 
     def bare(name: str) -> str:
         parts = name.split(".")
         return ".".join(part for place, part in enumerate(parts, 1) if ".".join(parts[:place]) not in hidden)
 
-    made = OrderedDict((bare(name), value) for name, value in state.items())
+    made: Any = OrderedDict((bare(name), value) for name, value in state.items())
     if hasattr(state, "_metadata"):
-        versions = {bare(name): value for name, value in state._metadata.items()}
-        made._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    return made
+        made._metadata = OrderedDict((bare(name), value) for name, value in state._metadata.items())
+    return made  # type: ignore[no-any-return]
 
 
 def fitting_part(own: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -111,8 +109,56 @@ def to_portable(value: Any, where: str, copier: TensorCopier) -> Any:
     A tensor that occurs several times is replaced by one tensor. Raises TypeError, which quotes `where`, for anything
     that `torch.load(weights_only=True)` would refuse, and for a container that holds itself.
     """
+    seen: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+    """(memory, layout) -> (tensor in the state, the one to save). The first keeps its address from being reused."""
+
+    def copied(tensor: torch.Tensor, where: str) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor or tensor.device.type == "meta":
+            fix = " Use CheckpointManager(sharded=True)." if is_dtensor(tensor) else ""
+            raise TypeError(
+                f"`{where}` must be a plain tensor, but is a {type(tensor).__name__} on {tensor.device} instead.{fix}"
+            )
+        if tensor.layout is not torch.strided:
+            return copier(tensor, where)
+        memory = tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        key = (*memory, tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in seen:
+            seen[key] = tensor, copier(tensor, where)
+        return seen[key][1]
+
     with _without_cycles(where):
-        return _Conversion(copier).convert(value, where)
+        return _converted(value, where, copied)
+
+
+def _converted(value: Any, where: str, copied: TensorCopier) -> Any:
+    if isinstance(value, torch.Tensor):
+        return copied(value.detach(), where)
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        items = [_converted(item, f"{where}[{place}]", copied) for place, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, set | frozenset):
+        return {_converted(item, where, copied) for item in value}
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str | int | float | tuple | None):
+                raise TypeError(f"`{where}` must have plain keys, but has {key!r}, a {type(key).__name__}, instead.")
+        found = {key: _converted(item, f"{where}[{key!r}]", copied) for key, item in value.items()}
+        if not hasattr(value, "_metadata"):
+            return next((kind(found) for kind in (Counter, OrderedDict) if isinstance(value, kind)), found)
+        # A module's state_dict has the versions of its submodules, which they need to load old states.
+        versioned: Any = OrderedDict(found)
+        versioned._metadata = _converted(value._metadata, f"{where}._metadata", copied)
+        return versioned
+    number = getattr(value, "item", None)
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and callable(number):
+        return number()
+    raise TypeError(
+        f"`{where}` must be a tensor, a number, a string, or a list, tuple, set or dictionary of them, but is "
+        f"a {type(value).__module__}.{type(value).__qualname__} instead. Convert it; of an object, save its "
+        "state_dict()."
+    )
 
 
 def _check_containers(value: Any, where: str) -> None:
@@ -129,64 +175,6 @@ def _check_containers(value: Any, where: str) -> None:
     elif isinstance(value, list | tuple | set):
         for place, item in enumerate(value):
             _check_containers(item, where if isinstance(value, set) else f"{where}[{place}]")
-
-
-class _Conversion:
-    """One conversion of a state. It remembers tensors, so that shared tensors stay shared."""
-
-    def __init__(self, copier: TensorCopier) -> None:
-        self._copier = copier
-        self._seen: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        """(memory, layout) -> (tensor in the state, the one to save). The first keeps its address from being reused."""
-
-    def convert(self, value: Any, where: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value.detach(), where)
-        if type(value) in _PLAIN:
-            return value
-        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-            items = [self.convert(item, f"{where}[{place}]") for place, item in enumerate(value)]
-            return items if isinstance(value, list) else tuple(items)
-        if isinstance(value, set | frozenset):
-            return {self.convert(item, where) for item in value}
-        if isinstance(value, Mapping):
-            return self._mapping(value, where)
-        number = getattr(value, "item", None)
-        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and callable(number):
-            return number()
-        raise TypeError(
-            f"`{where}` must be a tensor, a number, a string, or a list, tuple, set or dictionary of them, but is "
-            f"a {type(value).__module__}.{type(value).__qualname__} instead. Convert it; of an object, save its "
-            "state_dict()."
-        )
-
-    def _mapping(self, value: Mapping[Any, Any], where: str) -> Any:
-        for key in value:
-            if not isinstance(key, str | int | float | tuple | None):
-                raise TypeError(f"`{where}` must have plain keys, but has {key!r}, a {type(key).__name__}, instead.")
-        items = {key: self.convert(item, f"{where}[{key!r}]") for key, item in value.items()}
-        if isinstance(value, Counter):
-            return Counter(items)
-        if not hasattr(value, "_metadata"):
-            return OrderedDict(items) if type(value) is OrderedDict else items
-        # A module's state_dict has the versions of its submodules, which they need to load old states.
-        versioned: Any = OrderedDict(items)
-        versioned._metadata = self.convert(value._metadata, f"{where}._metadata")
-        return versioned
-
-    def _tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
-        if type(tensor) is not torch.Tensor or tensor.device.type == "meta":
-            fix = " Use CheckpointManager(sharded=True)." if is_dtensor(tensor) else ""
-            raise TypeError(
-                f"`{where}` must be a plain tensor, but is a {type(tensor).__name__} on {tensor.device} instead.{fix}"
-            )
-        if tensor.layout is not torch.strided:
-            return self._copier(tensor, where)
-        memory = tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-        key = (*memory, tensor.shape, tensor.stride(), tensor.dtype)
-        if key not in self._seen:
-            self._seen[key] = tensor, self._copier(tensor, where)
-        return self._seen[key][1]
 
 
 # The copy of a state to host memory, from which a checkpoint is written.
