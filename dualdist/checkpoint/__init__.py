@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from .format import Manifest, read_manifest
 from .manager import CheckpointManager, Preempted
-from .restoration import RandomState
-from .save_and_load import export_weights, load, save
+from .save_and_load import RandomState, export_weights, load, save
 
 __all__ = (
     "CheckpointManager",

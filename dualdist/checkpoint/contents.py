@@ -1,4 +1,4 @@
-"""From live objects to the values of a checkpoint; restoration.py goes the other way.
+"""From live objects to the values of a checkpoint; save_and_load.py goes the other way.
 
 Data-parallel ranks hold equal objects, so the writer's are saved. States that differ, and those of an object with
 `per_rank = True`, are saved from every rank. With `per_rank = False` the writer's is saved without a comparison. Values

@@ -21,8 +21,7 @@ from .contents import is_collective as is_collective
 from .contents import is_per_rank as is_per_rank
 from .contents import is_stateful as is_stateful
 from .format import MemoryFile, make_manifest
-from .restoration import load_into
-from .save_and_load import from_writer, receive_checkpoint
+from .save_and_load import from_writer, load_into, receive_checkpoint
 
 _KEPT = 2
 """The newest commit, and one to use when the newest is damaged."""

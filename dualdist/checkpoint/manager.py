@@ -29,11 +29,12 @@ from ..rooted_collectives import GATHER_OBJECT
 from .catalog import Catalog, Find, this_job
 from .contents import HostCopy, check_state, few, on_host
 from .format import Manifest, make_manifest
-from .restoration import RandomState, load_into
 from .save_and_load import (
+    RandomState,
     checked_metrics,
     from_writer,
     is_writer,
+    load_into,
     outcomes,
     read_into,
     receive_checkpoint,

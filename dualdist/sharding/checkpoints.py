@@ -32,8 +32,7 @@ from ..checkpoint.format import (
     temporary_name,
     write_checkpoint,
 )
-from ..checkpoint.restoration import option_mismatches, report_mismatches
-from ..checkpoint.save_and_load import from_writer, outcomes, reported
+from ..checkpoint.save_and_load import from_writer, option_mismatches, outcomes, report_mismatches, reported
 from ..core.checks import path as checked_path
 from ..core.collectives.objects import attempted
 from ..core.training.optimizer_state import load_optimizer_state

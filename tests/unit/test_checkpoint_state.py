@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dualdist.checkpoint import Manifest, RandomState, contents, restoration
+from dualdist.checkpoint import Manifest, RandomState, contents, save_and_load
 from dualdist.checkpoint.contents import HostCopy, check_state, collect, digest, fitting_part, on_host
 from dualdist.checkpoint.format import MemoryFile, copy_verified, write_checkpoint
 from dualdist.core import accelerator
@@ -37,11 +37,11 @@ def stored(value: Any, tmp_path: Path) -> Any:
 def apply(state: dict[str, Any], values: dict[str, Any], *, strict: bool = True, rank: int = 0) -> None:
     """Load `values`, read from the file a.pt, into the `state` of one rank."""
     with (
-        patch.object(restoration, "rank", lambda: rank),
-        patch.object(restoration, "size", lambda: 1),
-        patch.object(restoration, "if_all_succeed", lambda function, error: function()),
+        patch.object(save_and_load, "rank", lambda: rank),
+        patch.object(save_and_load, "size", lambda: 1),
+        patch.object(save_and_load, "if_all_succeed", lambda function, error: function()),
     ):
-        restoration.load_into(state, values, strict=strict, origin="a.pt")
+        save_and_load.load_into(state, values, strict=strict, origin="a.pt")
 
 
 def net() -> nn.Sequential:
