@@ -60,53 +60,48 @@ def restarting(state: State) -> Iterator[Callable[[], None]]:
             "Use an ObjectState or a TorchState.",
             type(state).__name__,
         )
-    lifeline = _Lifeline()
-    try:
-        yield lifeline.rejoin
-    finally:
-        lifeline.close()
-        if isinstance(state, ObjectState):
-            state._commits = outer
-
-
-class _Lifeline:
-    """Idle connections between all ranks. If they close, a process has ended; otherwise a failure has another cause."""
-
-    def __init__(self) -> None:
-        self._connect()
-
-    def rejoin(self) -> None:
-        """Leave the world, and join it again with the same processes. Collective.
-
-        Raises HorovodInternalError when one of them has ended. The launcher then restarts all processes.
-        """
-        arguments = current().arguments
-        shutdown()
+    with _lifeline() as rejoin:
         try:
-            self._connections.allgather_messages(b"here")
+            yield rejoin
+        finally:
+            if isinstance(state, ObjectState):
+                state._commits = outer
+
+
+@contextlib.contextmanager
+def _lifeline() -> Iterator[Callable[[], None]]:
+    """Connect all ranks, and yield a function to leave the world, and join it again with the same processes.
+
+    The connections are idle. If they close, a process has ended; otherwise a failure has another cause. Then the
+    function raises HorovodInternalError, and the launcher restarts all processes. Both are collective.
+    """
+
+    def connected() -> Connections:
+        backend, timeout = current().backend, current().settings.stall_timeout_seconds
+        name = f"lifeline-{next(_lifelines)}"
+        return Connections(backend.listener, name, range(backend.size), backend.rank, timeout)
+
+    connections = connected()
+
+    def check() -> None:
+        try:
+            connections.allgather_messages(b"here")
         except HorovodInternalError as error:
             raise HorovodInternalError(
                 "A process has ended, so this one must end, too. torchrun then restarts all of them, if --max-restarts "
                 "allows it, and they resume from the last commit."
             ) from error
-        self.close()
-        init(**arguments)
-        self._connect()
+        connections.close()
 
-    def close(self) -> None:
-        """Close the connections. Local."""
-        self._connections.close()
+    def rejoin() -> None:
+        nonlocal connections
+        _rejoin(check)
+        connections = connected()
 
-    def _connect(self) -> None:
-        context = current()
-        backend = context.backend
-        self._connections = Connections(
-            backend.listener,
-            f"lifeline-{next(_lifelines)}",
-            range(backend.size),
-            backend.rank,
-            context.settings.stall_timeout_seconds,
-        )
+    try:
+        yield rejoin
+    finally:
+        connections.close()
 
 
 # The folder of a job's commits on this node.
@@ -155,8 +150,7 @@ def remove_abandoned() -> None:
 
 def _prefix() -> str:
     """Return the start of the folders' names. It identifies boot and container, in which process ids are unique."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    place = hashlib.sha256((boot + os.readlink("/proc/self/ns/pid")).encode()).hexdigest()[:12]
+    place = hashlib.sha256(f"{own_node()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:12]
     return f"dualdist-elastic-{os.getuid()}-{place}-"
 
 
@@ -264,7 +258,8 @@ def _check_backend() -> None:
         )
 
 
-def _rejoin() -> None:
+def _rejoin(check: Callable[[], object] = lambda: None) -> None:
     arguments = current().arguments
     shutdown()
+    check()
     init(**arguments)
