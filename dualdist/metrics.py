@@ -110,7 +110,17 @@ def gather_in_order(
     place = torch.device("cpu") if where == "cpu" else next((b.device for b in batches), device())
     rows = torch.cat([torch.empty((0, *shape), dtype=dtype, device=place), *filter(len, batches)]).detach()
     rows, places = grouped_allgather([rows, places.to(place, torch.int64)], process_set=process_set)
-    return _in_order(rows, places, length)
+    places, order = places.sort(stable=True)
+    first = torch.ones_like(places, dtype=torch.bool)
+    first[1:] = places[1:] != places[:-1]
+    found = places[first]
+    if length is not None and not torch.equal(found, torch.arange(length, device=found.device)):
+        missing = sorted(set(range(length)) - set(found.tolist()))
+        raise ValueError(
+            f"With `length`={length}, `indices` must name all {length} samples, but name {len(found)} instead. "
+            f"Missing: {missing[:5]}; last: {found[-1]}."
+        )
+    return rows[order[first]]
 
 
 def _checked(outputs: Any, indices: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -130,20 +140,6 @@ def _checked(outputs: Any, indices: Any) -> tuple[list[torch.Tensor], torch.Tens
             f"but are {indices.dtype} of shape {tuple(indices.shape)} instead."
         )
     return batches, indices
-
-
-def _in_order(rows: torch.Tensor, places: torch.Tensor, length: int | None) -> torch.Tensor:
-    places, order = places.sort(stable=True)
-    first = torch.ones_like(places, dtype=torch.bool)
-    first[1:] = places[1:] != places[:-1]
-    found = places[first]
-    if length is not None and not torch.equal(found, torch.arange(length, device=found.device)):
-        missing = sorted(set(range(length)) - set(found.tolist()))
-        raise ValueError(
-            f"With `length`={length}, `indices` must name all {length} samples, but name {len(found)} instead. "
-            f"Missing: {missing[:5]}; last: {found[-1]}."
-        )
-    return rows[order[first]]
 
 
 def _common(kinds: Sequence[T], what: str) -> T:
@@ -180,12 +176,9 @@ class Metric(ABC):
 
     def _add(self, amount: torch.Tensor) -> None:
         """Add to this rank's counter. It moves to the GPU with the first `amount` that is there, and stays."""
-        amount = amount.detach()
-        if amount.device.type == "cpu":
-            amount = amount.to(self._local.device)
-        else:
-            self._local = self._local.to(amount.device)
-        self._local += amount
+        device = self._local.device if amount.device.type == "cpu" else amount.device
+        self._local = self._local.to(device)
+        self._local += amount.detach().to(device)
 
     @abstractmethod
     def _value(self, total: torch.Tensor) -> torch.Tensor:
@@ -333,22 +326,18 @@ class ConfusionMatrix(Metric):
                 f"{tuple(predicted.shape)} {predicted.dtype} and {tuple(targets.shape)} {targets.dtype} instead. "
                 f"{fix}"
             )
-        rows, columns = (classes.detach().reshape(-1).long() for classes in (targets, predicted))
-        counted = torch.ones_like(rows) if self.ignore_index is None else (rows != self.ignore_index).long()
-        rows, columns = self._checked(rows), self._checked(columns)
+        flat = torch.stack([classes.detach().reshape(-1).long() for classes in (targets, predicted)])
+        counted = torch.ones_like(flat[0]) if self.ignore_index is None else (flat[0] != self.ignore_index).long()
+        none = len(self._local) - 1
+        rows, columns = torch.where((flat >= 0) & (flat < none), flat, none)
         counts = torch.zeros(self._local.numel(), dtype=torch.int64, device=rows.device)
         counts.index_add_(0, rows * len(self._local) + columns, counted)
         self._add(counts.view_as(self._local))
 
-    def _checked(self, classes: torch.Tensor) -> torch.Tensor:
-        none = len(self._local) - 1
-        return torch.where((classes >= 0) & (classes < none), classes, none)
-
     def _value(self, total: torch.Tensor) -> torch.Tensor:
         """Return the matrix. Raises ValueError, on every rank, when any rank was given a wrong class number."""
         matrix = total[:-1, :-1]
-        wrong = int(total.sum() - matrix.sum())
-        if wrong:
+        if wrong := int(total.sum() - matrix.sum()):
             raise ValueError(
                 f"`predicted` and `targets` must be at least 0 and below {len(matrix)}, but {wrong} samples are not."
             )
