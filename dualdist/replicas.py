@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from .core.checks import flag, integer, is_dtensor, shown_ranks, wrong
-from .core.collectives.allreduce import allreduce_
 from .core.collectives.objects import ALLGATHER_OBJECT, allgather_object
 from .core.compiling import not_compiled
 from .core.gradients.buckets import TrackedParameter, as_real
@@ -38,16 +37,13 @@ def warn_of_differences(params: Sequence[TrackedParameter], options: SyncOptions
 
     The host waits for the device of the parameters. number: of the reducer.
     """
-    # Their names are equal on all ranks, because the class of the optimizer is.
     optimizer = None if options.owner is None else options.owner()
-    numbers, process_set = _hyperparameters(optimizer), options.process_set
-    names = [*(repr(param.name) for param in params), *numbers]
-    values = torch.cat(
-        [_checksums(params), torch.tensor([_hash(repr(value)) for value in numbers.values()], device="cpu")]
-    )
-    least = allreduce_(torch.stack([values, -values]), op=Min, name=f"dualdist.start.{number}", process_set=process_set)
-    wrong = [name for name, low, high in zip(names, *least.tolist(), strict=True) if low != -high]
-    if wrong and channel_of(process_set).group.rank == 0:
+    tensors = ((repr(param.name), param.tensor.data) for param in params)
+    # The bits of other classes cannot be read.
+    named: list[tuple[str, Any]] = [(name, data if type(data) is torch.Tensor else None) for name, data in tensors]
+    named += _hyperparameters(optimizer).items()
+    wrong, _ = _differing(named, options.process_set, f"dualdist.start.{number}")
+    if wrong and channel_of(options.process_set).group.rank == 0:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         warnings.warn(
             f"The ranks start with different values of {', '.join(wrong[:_SHOWN])}{more}, and will train different "
@@ -72,34 +68,6 @@ def _hyperparameters(optimizer: torch.optim.Optimizer | None) -> dict[str, objec
         # load_state_dict() adds `differentiable` to the defaults alone, and one rank may be the only one that calls it.
         for name in sorted(set(optimizer.defaults).intersection(*optimizer.param_groups))
     }
-
-
-@torch.no_grad()
-def _checksums(params: Sequence[TrackedParameter]) -> torch.Tensor:
-    """Return a sum of the bits of each parameter, (n,) int64 on the CPU."""
-    sums: list[torch.Tensor] = []
-    for param in params:
-        data = param.tensor.data
-        if type(data) is not torch.Tensor or data.is_quantized or data.is_meta:
-            sums.append(torch.tensor(0, device=params[0].device))  # its bits cannot be read
-            continue
-        sums.append(torch.zeros((), dtype=torch.int64, device=data.device))
-        for part in _words(data).split(_PART):  # the CPU copies what it sums to int64
-            sums[-1] += part.sum(dtype=torch.int64)
-    return _on_cpu(sums)
-
-
-def _on_cpu(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return tensors of one number each as one on the CPU. It waits once for each device."""
-    result = torch.empty(len(numbers), dtype=torch.int64, device="cpu")
-    for device in {number.device for number in numbers}:
-        places = [place for place, number in enumerate(numbers) if number.device == device]
-        result[places] = torch.stack([numbers[place] for place in places]).cpu()
-    return result
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
@@ -154,14 +122,7 @@ def check_replicas(
         if call % every:
             return
         named = [*_of_model(model, flag("batch_norm_buffers", batch_norm_buffers)), *_of_optimizer(optimizer)]
-        own = _digest(named)
-    # What differs is a question that most calls need not ask.
-    if len(set(allgather_object(own, process_set=process_set))) == 1:
-        return
-    each = {name: (_described(value), _digest([(name, value)])) for name, value in named}
-    replicas = allgather_object(each, process_set=process_set)
-    names = list(dict.fromkeys(name for replica in replicas for name in replica))
-    wrong_names = [name for name in names if len({replica.get(name) for replica in replicas}) > 1]
+    wrong_names, replicas = _differing(named, process_set)
     if not wrong_names:
         return
     first = wrong_names[0]
@@ -176,6 +137,24 @@ def check_replicas(
         "Look for what changes the model outside of the optimizer's step on some ranks only, for a missing "
         "broadcast_parameters() or broadcast_optimizer_state(), and for gradients that were not combined."
     )
+
+
+def _differing(
+    named: Sequence[tuple[str, Any]], process_set: ProcessSetLike, call: str | None = None
+) -> tuple[list[str], list[dict[str, tuple[str, str]]]]:
+    """Return the names of what differs between ranks, and what and which digest each rank has under every name.
+
+    Collective. call: the name of the collectives.
+    """
+    with reporting(ALLGATHER_OBJECT, process_set):
+        own = _digest(named)
+    # What differs is a question that most calls need not ask.
+    if len(set(allgather_object(own, call, process_set))) == 1:
+        return [], []
+    each = {name: (_described(value), _digest([(name, value)])) for name, value in named}
+    replicas = allgather_object(each, call, process_set)
+    names = dict.fromkeys(name for replica in replicas for name in replica)
+    return [name for name in names if len({replica.get(name) for replica in replicas}) > 1], replicas
 
 
 def _of_model(model: nn.Module, batch_norm_buffers: bool) -> Iterator[tuple[str, Any]]:
@@ -235,7 +214,8 @@ def _digest(named: Sequence[tuple[str, Any]]) -> str:
                     add(kind)
     for kind in list(pending):
         add(kind)
-    text.update(repr(_on_cpu(sums).tolist()).encode())
+    for device in dict.fromkeys(number.device for number in sums):  # waits once for each
+        text.update(repr(torch.stack([number for number in sums if number.device == device]).tolist()).encode())
     return text.hexdigest()
 
 
