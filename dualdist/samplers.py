@@ -185,16 +185,15 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
                 f"`set_epoch` must be called before each pass, but {self._consumed} samples of this one are consumed "
                 "already. To continue in the middle of it: sampler.load_state_dict(sampler.state_dict())."
             )
-        sequence = self._sequence()
-        return self._draw(sequence, self._shard())
+        return self._draw(self._sequence(), self._shard())
 
     def _draw(self, sequence: Sequence[T_co], shard: range) -> Iterator[T_co]:
-        return _Draws(self._drawn_items(sequence, shard))
+        def items() -> Iterator[T_co]:
+            for drawn, index in enumerate(shard, 1):
+                self._drawn = max(self._drawn, drawn)
+                yield sequence[index % len(sequence)]
 
-    def _drawn_items(self, sequence: Sequence[T_co], shard: range) -> Iterator[T_co]:
-        for drawn, index in enumerate(shard, 1):
-            self._drawn = max(self._drawn, drawn)
-            yield sequence[index % len(sequence)]
+        return _Draws(items())
 
     def set_epoch(self, epoch: int) -> None:
         """Start a pass over `epoch`: at its first item, or at the offset that `load_state_dict` set for this epoch."""
@@ -521,18 +520,17 @@ def _seeded(sampler: Any, seed: int) -> Iterator[None]:
     parts = _parts(sampler, *_SAMPLERS)
     held = [part for part in parts if isinstance(getattr(part, "generator", part), torch.Generator | None)]
     own = [part.generator for part in held]
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        for part in held:
-            part.generator = torch.Generator().manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        # The CPU's generator only: torch.manual_seed would also seed GPUs.
-        torch.default_generator.manual_seed(seed)
-        yield
+        with torch.random.fork_rng(devices=[]):  # the CPU's generator only, as below: manual_seed would also seed GPUs
+            for part in held:
+                part.generator = torch.Generator().manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.default_generator.manual_seed(seed)
+            yield
     finally:
         for part, generator in zip(held, own, strict=True):
             part.generator = generator
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
