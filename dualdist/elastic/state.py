@@ -62,8 +62,8 @@ class ElasticSampler(DealingSampler[int]):
         self.remaining_indices = self._sequence()[self._offset :]
 
     def __iter__(self) -> Iterator[int]:
-        shard = range(self.rank, self.total_size, self.num_replicas)
-        self.indices = [self.remaining_indices[index % len(self.remaining_indices)] for index in shard]
+        left, shard = self.remaining_indices, range(self.rank, self.total_size, self.num_replicas)
+        self.indices = [left[index % len(left)] for index in shard]
         return self._draw(self.indices, range(len(self.indices)))
 
     @property
@@ -151,7 +151,9 @@ def _copied_to_host(state: Any) -> Any:
     return copy.deepcopy(state, memo)
 
 
-class _StateDictHandler(StateHandler):
+class _StatefulHandler(StateHandler):
+    """Any object with `state_dict` and `load_state_dict`."""
+
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self.save()
@@ -170,31 +172,6 @@ class _StateDictHandler(StateHandler):
     def _load(self, state: Any) -> None:
         self.value.load_state_dict(state)
 
-
-class ModelStateHandler(_StateDictHandler):
-    """Parameters and buffers of a torch.nn.Module."""
-
-    def sync(self) -> None:
-        state = self.value.state_dict()
-        broadcast_parameters(state, root_rank=0)
-        extra = {name: value for name, value in state.items() if is_extra_state(name)}
-        if extra:
-            self.value.load_state_dict(extra, strict=False)
-
-
-class OptimizerStateHandler(_StateDictHandler):
-    """State and parameter groups of a torch.optim.Optimizer."""
-
-    def sync(self) -> None:
-        broadcast_optimizer_state(self.value, root_rank=0)
-
-    def _load(self, state: Any) -> None:
-        load_optimizer_state(self.value, state)
-
-
-class _StatefulHandler(_StateDictHandler):
-    """Any other object with `state_dict` and `load_state_dict`."""
-
     def sync(self) -> None:
         # The root gets its state itself back, not a copy.
         self.value.load_state_dict(copy.deepcopy(if_all_succeed(self._receive, RuntimeError)))
@@ -203,6 +180,26 @@ class _StatefulHandler(_StateDictHandler):
         with reporting(BROADCAST_OBJECT):  # the object's own code may fail
             state = self.value.state_dict() if rank() == 0 else None
         return broadcast_object(state)
+
+
+class ModelStateHandler(_StatefulHandler):
+    """Parameters and buffers of a torch.nn.Module."""
+
+    def sync(self) -> None:
+        state = self.value.state_dict()
+        broadcast_parameters(state, root_rank=0)
+        if extra := {name: value for name, value in state.items() if is_extra_state(name)}:
+            self.value.load_state_dict(extra, strict=False)
+
+
+class OptimizerStateHandler(_StatefulHandler):
+    """State and parameter groups of a torch.optim.Optimizer."""
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+    def _load(self, state: Any) -> None:
+        load_optimizer_state(self.value, state)
 
 
 class _CollectiveHandler(_StatefulHandler):

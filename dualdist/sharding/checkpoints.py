@@ -32,7 +32,7 @@ from ..checkpoint.format import (
     temporary_name,
     write_checkpoint,
 )
-from ..checkpoint.save_and_load import from_writer, option_mismatches, outcomes, report_mismatches, reported
+from ..checkpoint.save_and_load import from_writer, outcomes, report_mismatches, reported
 from ..core.checks import path as checked_path
 from ..core.collectives.objects import attempted
 from ..core.training.optimizer_state import load_optimizer_state
@@ -217,11 +217,11 @@ class Shards:
         known = set().union(*outcomes(look))
         (loading,) = made
         self._group.read(folder, loading.described)
-        outcomes(lambda: report_mismatches(loading.compare(known, option_mismatches), folder, strict=strict))
+        outcomes(lambda: report_mismatches(loading.compare(known), folder, strict=strict))
 
         def load() -> None:
             self._group.read(folder, loading.parts)
-            loading.finish(load_optimizer_state)
+            loading.finish()
 
         return load
 
@@ -256,11 +256,14 @@ def _portable(parts: Mapping[str, Any], *, copies: bool = False) -> dict[str, An
 
     Raises TypeError if a part would not be loaded again.
     """
+
     # dcp.async_save of torch 2.6 does not copy tensors of the CPU. An error here must be agreed on before DCP connects.
-    found = {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
-    if copies:
-        found = {name: part.detach().to("cpu", copy=True) for name, part in found.items()}
-    return {name: found[name] if name in found else on_host(part, name) for name, part in parts.items()}
+    def portable(name: str, part: Any) -> Any:
+        if not isinstance(part, torch.Tensor):
+            return on_host(part, name)
+        return part.detach().to("cpu", copy=True) if copies else part
+
+    return {name: portable(name, part) for name, part in parts.items()}
 
 
 def check_part_names(state: Mapping[str, Any]) -> None:

@@ -40,7 +40,9 @@ from torch.distributed.tensor import DTensor, Replicate, empty
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..checkpoint.save_and_load import option_mismatches
 from ..core.backends.torch_groups import adopted_config, wrapped
+from ..core.training.optimizer_state import load_optimizer_state
 from ..errors import CheckpointError
 
 Objects = Mapping[str, torch.nn.Module | Optimizer]
@@ -384,11 +386,8 @@ class Loading:
         states = [f"{each.name}.state.{param}" for each in self._optimizers for param in each.params]
         return [*self._of_models, *states]
 
-    def compare(self, known: Set[str], misfits: Callable[[Optimizer, Set[str]], list[str]]) -> list[str]:
-        """Take in `described`, choose the `parts`, and return what does not match.
-
-        known: the `names` of all ranks. misfits: returns what is wrong with the hyperparameters for an optimizer.
-        """
+    def compare(self, known: Set[str]) -> list[str]:
+        """Take in `described`, choose the `parts`, and return what does not match. known: the `names` of all ranks."""
         own = self._of_models
         tensors = {name: entry.size for name, entry in self._saved.items() if _is_tensor(entry)}
         owned = {name: part for name, part in own.items() if isinstance(part, torch.Tensor)}
@@ -408,7 +407,7 @@ class Loading:
         problems, optimizers, self._optimizers = [], self._optimizers, []
         for each in optimizers:
             each.describe(self.described)
-            if wrong := misfits(each.optimizer, set().union(*each.options.values())):
+            if wrong := option_mismatches(each.optimizer, set().union(*each.options.values())):
                 problems.append(f"`{each.name}` has {' and '.join(wrong)}")
                 continue
             self._optimizers.append(each)
@@ -421,8 +420,8 @@ class Loading:
         texts = [f"{len(found)} {kind} ({', '.join(found[:3])})" for kind, found in kinds.items() if found]
         return [*problems, *([f"it has {' and '.join(texts)} parts"] if texts else [])]
 
-    def finish(self, load: Callable[[Optimizer, dict[str, Any]], object]) -> None:
-        """Load the `parts`, the state of optimizers by `load`, which keeps its dtypes."""
+    def finish(self) -> None:
+        """Load the `parts`."""
         loaded = self._of_models | self.parts
         for name, value in self._objects.items():
             if isinstance(value, torch.nn.Module):
@@ -435,4 +434,4 @@ class Loading:
             if any(self._saved[key].properties.dtype != self._own[key].dtype for key in keys):
                 each.optimizer.load_state_dict(state)  # torch converts the state as its parameters
             else:
-                load(each.optimizer, state)
+                load_optimizer_state(each.optimizer, state)
