@@ -25,7 +25,6 @@ from ..core.process import at_exit
 from ..core.types import Max
 from ..core.world import reporting
 from ..errors import CheckpointError, DamagedCheckpointError, logger
-from ..rooted_collectives import GATHER_OBJECT
 from .catalog import Catalog, Find, this_job
 from .contents import HostCopy, check_state, few, on_host
 from .format import Manifest, make_manifest
@@ -219,7 +218,7 @@ class CheckpointManager:
 
         Raises CheckpointError on every rank when this save, or the asynchronous one before it, has failed.
         """
-        with reporting(GATHER_OBJECT):
+        with reporting(ALLGATHER_OBJECT):
             metrics = checked_metrics(metrics)
         self._save(metrics, self._asynchronous)
 
