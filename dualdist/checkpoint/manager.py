@@ -194,7 +194,12 @@ class CheckpointManager:
         agrees = self._agrees and self.steps % self._agree_every == 0
         preempted, late, failed = self._agree() if agrees else (0, 0, 0)
         if failed:
-            self._raise_failure(preempted)
+            try:
+                self.wait()
+            except CheckpointError as error:
+                if not preempted:
+                    raise
+                logger.error("%s", error)  # the save for the signal must still run
         due = bool(late) or (self._every_steps is not None and self.steps % self._every_steps == 0)
         if due or preempted:
             self._save(metrics, self._asynchronous and not preempted)
@@ -307,15 +312,6 @@ class CheckpointManager:
         highest: list[int] = allreduce(events, op=Max, name=None).tolist()
         return highest
 
-    def _raise_failure(self, preempted: int) -> None:
-        try:
-            self.wait()
-        except CheckpointError as error:
-            if not preempted:
-                raise
-            # The save for the signal must still run.
-            logger.error("%s", error)
-
     def _save(self, metrics: Mapping[str, float], asynchronous: bool) -> None:
         self.wait()
         if not metrics and self._saved_step == self.steps:
@@ -356,7 +352,7 @@ class CheckpointManager:
         return self._saving.exception() if self._saving is not None and self._saving.done() else None
 
     def _report_failure(self) -> None:
-        if (failure := self._failure()) is not None:
+        if failure := self._failure():
             logger.error("The last checkpoint was not saved: %s", failure)
 
     def _everything(self) -> ChainMap[str, Any]:
