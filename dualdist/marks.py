@@ -23,13 +23,13 @@ _POSITIVE = r"0*[1-9]\d*"
 
 @dataclass(frozen=True)
 class Mark:
-    """A variable that shows that a launcher started this process."""
+    """Variables, each of which shows that a launcher started this process."""
 
-    variable: str
+    variables: str
     who: str
-    """What sets it, in a few words."""
+    """What sets them, in a few words."""
     rows: tuple[str, ...] = ()
-    """Launchers of the table whose processes may have it, also because of what started the launcher."""
+    """Launchers of the table whose processes may have them, also because of what started the launcher."""
     value: str = ".+"
     """A regular expression: the values that show it."""
     unless: str = ""
@@ -38,41 +38,30 @@ class Mark:
 
 _TORCH = ("torchrun", "env")
 _PMI = ("mpiexec", "mpirun_rsh", "jsrun", "srun", "flux", "PALS")
-_OPEN_MPI = ("mpirun", "jsrun")
 
 MARKS = (
     Mark("RANK", "torchrun or a cluster", _TORCH),
     Mark("LOCAL_RANK", "torchrun or a cluster", _TORCH, _POSITIVE),
     Mark("GROUP_RANK", "torchrun", _TORCH, _POSITIVE),
     Mark("NODE_RANK", "a cluster or Ray", _TORCH, _POSITIVE),
-    Mark("PET_NODE_RANK", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
-    Mark("PET_MASTER_ADDR", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
-    Mark("PET_RDZV_ENDPOINT", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
+    Mark("PET_NODE_RANK PET_MASTER_ADDR PET_RDZV_ENDPOINT", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
     Mark("SM_HOSTS", "SageMaker", (*_TORCH, "mpirun"), ".*,.*"),
-    Mark("DUALDIST_RANK", "`dualdist run` or spawn", OUTERMOST),
-    Mark("DUALDIST_SIZE", "`dualdist run` or spawn", OUTERMOST),
-    Mark("OMPI_COMM_WORLD_LOCAL_RANK", "Open MPI's mpirun", _OPEN_MPI),
-    Mark("OMPI_UNIVERSE_SIZE", "Open MPI's mpirun", _OPEN_MPI),
-    Mark("OMPI_MCA_ess_base_vpid", "Open MPI's mpirun", _OPEN_MPI),
+    Mark("DUALDIST_RANK DUALDIST_SIZE", "`dualdist run` or spawn", OUTERMOST),
+    Mark(
+        "OMPI_COMM_WORLD_LOCAL_RANK OMPI_UNIVERSE_SIZE OMPI_MCA_ess_base_vpid",
+        "Open MPI's mpirun",
+        ("mpirun", "jsrun"),
+    ),
     Mark("JSM_NAMESPACE_LOCAL_RANK", "jsrun", ("jsrun",)),
-    Mark("MV2_COMM_WORLD_LOCAL_RANK", "MVAPICH's mpirun_rsh", ("mpirun_rsh",)),
-    Mark("MPIRUN_RANK", "MVAPICH's mpirun_rsh", ("mpirun_rsh",)),
-    Mark("SLURM_PROCID", "srun", ("srun",), _POSITIVE),
-    Mark("SLURM_LOCALID", "srun", ("srun",), _POSITIVE),
+    Mark("MV2_COMM_WORLD_LOCAL_RANK MPIRUN_RANK", "MVAPICH's mpirun_rsh", ("mpirun_rsh",)),
+    Mark("SLURM_PROCID SLURM_LOCALID", "srun", ("srun",), _POSITIVE),
     Mark("SLURM_STEP_TASKS_PER_NODE", "srun", ("srun",)),
     Mark("FLUX_TASK_LOCAL_ID", "flux run", ("flux",)),
-    Mark("PALS_LOCAL_RANKID", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
-    Mark("PALS_LOCAL_SIZE", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
-    Mark("PALS_APID", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
-    Mark("MPI_LOCALRANKID", "the mpiexec of MPICH or Intel MPI", _PMI),
-    Mark("HYDI_CONTROL_FD", "the mpiexec of MPICH or Intel MPI", _PMI),
-    Mark("PMI_LOCAL_RANK", "an MPI launcher", _PMI),
-    Mark("PMI_FD", "an MPI launcher", _PMI),
-    Mark("PMI_ID", "an MPI launcher", _PMI),
-    Mark("PMI_PORT", "an MPI launcher", _PMI),
+    Mark("PALS_LOCAL_RANKID PALS_LOCAL_SIZE PALS_APID", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
+    Mark("MPI_LOCALRANKID HYDI_CONTROL_FD", "the mpiexec of MPICH or Intel MPI", _PMI),
+    Mark("PMI_LOCAL_RANK PMI_FD PMI_ID PMI_PORT", "an MPI launcher", _PMI),
     Mark("PBS_TASKNUM", "pbsdsh", MPI, r"(?!0*1$).+"),
-    Mark("PBS_NODENUM", "pbsdsh", MPI, _POSITIVE),
-    Mark("PBS_VNODENUM", "pbsdsh", MPI, _POSITIVE),
+    Mark("PBS_NODENUM PBS_VNODENUM", "pbsdsh", MPI, _POSITIVE),
     Mark("LSF_PM_TASKID", "LSF's blaunch", MPI),
     Mark("ALPS_APP_PE", "Cray's aprun"),
     Mark("MPT_LRANK", "HPE MPI's mpiexec_mpt"),
@@ -85,19 +74,19 @@ def check_marks(row: Launcher | None, env: Mapping[str, str]) -> None:
 
     row: the launcher of that world, None for plain python. Marks of launchers that may have started it do not count.
     """
-    for mark in MARKS:
-        text = env.get(mark.variable, "")
+    for mark, variable in [(each, name) for each in MARKS for name in each.variables.split()]:
+        text = env.get(variable, "")
         if re.fullmatch(mark.value, text) and not _is_explained(mark, row, env):
             taken = "plain python" if row is None else f"a single process of {row.name}"
             raise ConfigurationError(
-                f"`{mark.variable}` must be absent from {taken}, but is {text!r} instead: {mark.who} sets it for each "
+                f"`{variable}` must be absent from {taken}, but is {text!r} instead: {mark.who} sets it for each "
                 "process that it starts. Name the variables of rank and size in DUALDIST_RANK_FROM and "
                 "DUALDIST_SIZE_FROM, or set DUALDIST_LAUNCHER=python to run a single process."
             )
 
 
 def _is_explained(mark: Mark, row: Launcher | None, env: Mapping[str, str]) -> bool:
-    if row is not None and mark.variable == "RANK" and env["RANK"].strip("0") == "":
+    if row is not None and mark.variables == "RANK" and env["RANK"].strip("0") == "":
         return True  # the launcher's own number, also set by a container (NVIDIA's Pyxis) or a site's lines
     name, _, value = mark.unless.partition("=")
     if name and env.get(name) == value:

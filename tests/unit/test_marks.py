@@ -57,9 +57,11 @@ def test_nested_launchers_without_one_variable_are_never_a_world_of_one(data: st
     assert launch is None or launch.size > 1
 
 
-@pytest.mark.parametrize("mark", MARKS, ids=lambda mark: mark.variable)
-def test_the_error_names_the_mark_and_how_to_say_otherwise(mark: object) -> None:
-    variable, value = mark.variable, EXAMPLE.get(mark.value, "3")  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    ("variable", "pattern"), [(variable, mark.value) for mark in MARKS for variable in mark.variables.split()]
+)
+def test_the_error_names_the_mark_and_how_to_say_otherwise(variable: str, pattern: str) -> None:
+    value = EXAMPLE.get(pattern, "3")
     with pytest.raises(ConfigurationError) as caught:
         detect({variable: value})
     message = str(caught.value)
