@@ -166,7 +166,12 @@ class Metric(ABC):
     collective_state = True
     """Tells checkpoints that all ranks must call `state_dict`."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, process_set: ProcessSetLike) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int] = (),
+        dtype: torch.dtype = torch.float64,
+        process_set: ProcessSetLike = global_process_set,
+    ) -> None:
         self.process_set = checked_process_set(process_set)
         fix = "Pass a tuple of whole numbers, () for one number."
         sizes = items("shape", shape, "the sizes of a tensor", fix)
@@ -271,14 +276,6 @@ class Sum(Metric):
 
     shape: of one sample. dtype: float64, or int64 for counts.
     """
-
-    def __init__(
-        self,
-        shape: Sequence[int] = (),
-        dtype: torch.dtype = torch.float64,
-        process_set: ProcessSetLike = global_process_set,
-    ) -> None:
-        super().__init__(shape, dtype, process_set)
 
     def update(self, values: torch.Tensor | float) -> None:
         """Add `values`, (..., *shape): summed over the leading dimensions, which may be empty. Local."""
