@@ -10,16 +10,19 @@ The folder gets its name when all ranks have written, so that a save that was ki
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..checkpoint.catalog import Catalog
 from ..checkpoint.contents import on_host
@@ -33,6 +36,7 @@ from ..checkpoint.format import (
     write_checkpoint,
 )
 from ..checkpoint.save_and_load import from_writer, outcomes, report_mismatches, reported
+from ..core.backends.torch_groups import adopted_config, wrapped
 from ..core.checks import path as checked_path
 from ..core.collectives.objects import attempted
 from ..core.training.optimizer_state import load_optimizer_state
@@ -117,9 +121,15 @@ class Shards:
         context = current()
         context.backend.open_process_group()
         self._catalog, self._state = catalog, state
-        self._group = torch_shards.PartGroup(context.settings.stall_timeout_seconds)
+        timeout = timedelta(seconds=context.settings.stall_timeout_seconds)
+        # Of its own, since an asynchronous save communicates in a thread.
+        self._group: Any = dist.new_group(backend=adopted_config()["cpu"], timeout=timeout)
         self._rank, self._size = context.world.rank, context.world.size
-        self.close = self._group.close
+
+    def close(self) -> None:
+        """Disconnect the ranks."""
+        with contextlib.suppress(ValueError):  # torch does not know it any more: it was destroyed before
+            dist.destroy_process_group(self._group)
 
     def write(self, step: int, *, asynchronous: bool) -> Callable[..., None]:
         """Begin to save, and return `_finish` for the parts, or for copies of them. Collective over the world."""
@@ -148,13 +158,12 @@ class Shards:
         parts |= torch_shards.hyperparameters(groups, by_number=all(names == first for names in others))
         return functools.partial(self._finish, folder, parts)
 
-    def _gather(self, folder: Path, value: Any) -> list[Any]:
-        """Do what `PartGroup.gather` does, with an error that says which checkpoint is the newest."""
-        try:
-            return self._group.gather(value)
-        except HorovodInternalError as error:
-            cause = current().channels[0].group.find_cause()
-            raise HorovodInternalError(f"{folder} was not completed: {cause}. {self._catalog.newest()}") from error
+    def _gather(self, value: Any) -> list[Any]:
+        """Return each rank's `value`, in rank order. Collective. Raises HorovodInternalError if a rank has ended."""
+        gathered: list[Any] = [None] * self._size
+        with wrapped():
+            dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
 
     def _finish(
         self,
@@ -169,11 +178,18 @@ class Shards:
         """
 
         def finished() -> dict[str, int]:
-            self._group.write(folder, parts)
+            torch_shards.write_parts(folder, parts, self._group)
             return checksums(folder, self._own(os.listdir(folder)))
 
+        def gather(value: Any) -> list[Any]:
+            try:
+                return self._gather(value)
+            except HorovodInternalError as error:
+                cause = current().channels[0].group.find_cause()
+                raise HorovodInternalError(f"{folder} was not completed: {cause}. {self._catalog.newest()}") from error
+
         sums, failure = attempted(finished)
-        gathered = self._gather(folder, (sums, reported(failure, self._rank)))
+        gathered = gather((sums, reported(failure, self._rank)))
         if manifest is not None:
             whole = {name: crc for own, _ in gathered for name, crc in (own or {}).items()}
             if (problem := next((text for _, text in gathered if text), None)) is not None:
@@ -182,7 +198,7 @@ class Shards:
                 _, failure = attempted(lambda: self._catalog.write({**(values or {}), _CHECKSUMS: whole}, manifest))
             if failure is not None:
                 self._catalog.remove(folder)
-        text = self._gather(folder, None if failure is None else str(failure))[0]
+        text = gather(None if failure is None else str(failure))[0]
         if text is not None:
             raise CheckpointError(text) from failure
 
@@ -201,7 +217,7 @@ class Shards:
                     raise damaged(folder / name, "its checksum is not that of what was written")
 
         _, failure = attempted(compare)
-        return next(filter(None, self._group.gather(reported(failure, self._rank))), None)
+        return next(filter(None, self._gather(reported(failure, self._rank))), None)
 
     def fit(self, folder: Path, *, strict: bool, partial: bool) -> Callable[[], None]:
         """Return what loads the parts of this rank from `folder`. Both are collective over the world.
@@ -216,11 +232,11 @@ class Shards:
 
         known = set().union(*outcomes(look))
         (loading,) = made
-        self._group.read(folder, loading.described)
+        torch_shards.read_parts(folder, loading.described, self._group)
         outcomes(lambda: report_mismatches(loading.compare(known), folder, strict=strict))
 
         def load() -> None:
-            self._group.read(folder, loading.parts)
+            torch_shards.read_parts(folder, loading.parts, self._group)
             loading.finish()
 
         return load

@@ -16,14 +16,12 @@ import io
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Set
-from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -41,7 +39,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..checkpoint.save_and_load import option_mismatches
-from ..core.backends.torch_groups import adopted_config, wrapped
+from ..core.backends.torch_groups import wrapped
 from ..core.training.optimizer_state import load_optimizer_state
 from ..errors import CheckpointError
 
@@ -66,35 +64,16 @@ def _reported(what: str) -> Iterator[None]:
         raise CheckpointError(f"Rank {rank} failed {what}: {type(cause).__name__}: {cause}") from error
 
 
-class PartGroup:
-    """A group of torch over the world that nothing else uses: an asynchronous save communicates in a thread."""
+def write_parts(folder: Path, parts: Parts, group: Any) -> None:
+    """Write this rank's `parts` into `folder`. Collective over `group`; it may run in another thread."""
+    with _reported(f"to write its part of {folder}"):
+        dcp.save(parts, storage_writer=_Writer(folder), process_group=group)
 
-    def __init__(self, seconds: float) -> None:
-        """Connect the ranks. Collective over the world. seconds: how long to wait for another rank."""
-        self._group: Any = dist.new_group(backend=adopted_config()["cpu"], timeout=timedelta(seconds=seconds))
 
-    def close(self) -> None:
-        """Disconnect the ranks."""
-        with contextlib.suppress(ValueError):  # torch does not know it any more: it was destroyed before
-            dist.destroy_process_group(self._group)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return each rank's `value`, in rank order. Collective. Raises HorovodInternalError if a rank has ended."""
-        gathered: list[Any] = [None] * dist.get_world_size()
-        with wrapped():
-            dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
-
-    def write(self, folder: Path, parts: Parts) -> None:
-        """Write this rank's `parts` into `folder`. Collective; it may run in another thread."""
-        with _reported(f"to write its part of {folder}"):
-            dcp.save(parts, storage_writer=_Writer(folder), process_group=self._group)
-
-    def read(self, folder: Path, parts: Parts) -> None:
-        """Overwrite `parts` with those in `folder`, which has all of them. Collective."""
-        with _reported(f"to read its part of {folder}"):
-            reader = dcp.FileSystemReader(folder)
-            dcp.load(parts, storage_reader=reader, planner=_Planner(), process_group=self._group)
+def read_parts(folder: Path, parts: Parts, group: Any) -> None:
+    """Overwrite `parts` with those in `folder`, which has all of them. Collective over `group`."""
+    with _reported(f"to read its part of {folder}"):
+        dcp.load(parts, storage_reader=dcp.FileSystemReader(folder), planner=_Planner(), process_group=group)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -361,7 +340,7 @@ def _to_load(optimizer: Optimizer, model: torch.nn.Module, named: dict[str, Any]
 
 
 class Loading:
-    """What this rank loads from a folder: first `PartGroup.read` overwrites `described`, and then `parts`."""
+    """What this rank loads from a folder: first `read_parts` overwrites `described`, and then `parts`."""
 
     def __init__(self, folder: Path, objects: Objects, *, partial: bool) -> None:
         """partial: ignore what is not of `objects`. Raises CheckpointError if `folder` has no metadata of DCP."""
