@@ -213,18 +213,6 @@ def make_manifest(step: int | None, metrics: Mapping[str, float], serial: int = 
     return Manifest(step, *run, saved, serial, metrics)
 
 
-def _encode(manifest: Manifest) -> bytes:
-    """Return the manifest as the file holds it, without the checksum line. Raises ValueError when it is too long."""
-    text = json.dumps({"magic": MAGIC, **asdict(manifest)})
-    space = COMMENT_BYTES - LINE_BYTES - 1
-    if len(text) > space:
-        raise ValueError(
-            f"`metrics` must fit into {space} bytes of JSON with the rest of the manifest, but need {len(text)} "
-            "instead. Keep the numbers by which you choose a checkpoint."
-        )
-    return text.ljust(space).encode() + b"\n"
-
-
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest of a checkpoint, without verifying the rest of the file. Local.
 
@@ -275,13 +263,19 @@ def write_checkpoint(path: Path, values: Mapping[str, Any], manifest: Manifest, 
 
     Raises OSError, and ValueError when the manifest is too long.
     """
-    comment = _encode(manifest)
+    text = json.dumps({"magic": MAGIC, **asdict(manifest)})
+    space = COMMENT_BYTES - LINE_BYTES - 1
+    if len(text) > space:
+        raise ValueError(
+            f"`metrics` must fit into {space} bytes of JSON with the rest of the manifest, but need {len(text)} "
+            "instead. Keep the numbers by which you choose a checkpoint."
+        )
     with replacing(path, durable=durable) as file:
         torch.save(dict(values), file)  # type: ignore[arg-type]
         end = file.pending[-_END_BYTES:]  # torch.save writes the end record last, in one piece
         assert end.startswith(_END_RECORD) and end.endswith(b"\0\0"), "torch.save has not written a plain zip archive"
         file.pending[-2:] = COMMENT_BYTES.to_bytes(2, "little")
-        file.write(comment)
+        file.write(text.ljust(space).encode() + b"\n")
         file.write_pending()
         file.write(_checksum_line(file.crc))
 
