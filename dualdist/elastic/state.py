@@ -110,7 +110,26 @@ class ElasticSampler(DealingSampler[int]):
 # the same object on every rank. (Horovod pickles it: a scheduler on rank 1 then changes a copy of the optimizer.)
 
 
-class StateHandler:
+class _Saved:
+    """A state, or the handler of an object in one: the methods that each must have."""
+
+    def save(self) -> None:
+        """Keep a copy of the state in host memory. Local, unless the `state_dict` of an object is collective."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Return to the copy that was saved last. Local."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Replace the state by that of rank 0. A State also saves it. Collective."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt to a new world, before `sync`. Local."""
+
+
+class StateHandler(_Saved):
     """Saves, restores and shares one kind of object. The base class of all handlers in the registry."""
 
     def __init__(self, value: Any) -> None:
@@ -119,21 +138,6 @@ class StateHandler:
     def _checked(self, value: Any) -> Any:
         """Return `value` if this class can handle it, else raise TypeError."""
         return value
-
-    def save(self) -> None:
-        """Keep a copy of the object's state in host memory. Local, unless its `state_dict` is collective."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Load the last saved state into the object. Local."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Load rank 0's state into the object. Collective."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Adapt the object to a new world. Local."""
 
     def set_value(self, value: Any) -> None:
         """Handle another object from now on, and save it."""
@@ -274,7 +278,7 @@ _REMOVED = 1
 _CONTAINERS = (list, dict, set, tuple, bytearray, torch.Tensor)
 
 
-class State:
+class State(_Saved):
     """The state that `elastic.run` works with. Subclasses define how to save, restore and share it.
 
     bcast_object: returns rank 0's object on every rank. get_rank: returns this process's rank.
@@ -343,21 +347,6 @@ class State:
 
     def _persist(self) -> None:
         """Write the state to a file that survives the processes, if this job needs it. Local."""
-
-    def save(self) -> None:
-        """Keep a copy of the state in host memory. Local, unless the `state_dict` of an object is collective."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Return to the copy that was saved last. Local."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Replace the state by that of rank 0, and save it. Collective."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Adapt to a new world, before `sync`. Local."""
 
 
 def commits_made(state: Any) -> int | None:
