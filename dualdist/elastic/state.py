@@ -148,11 +148,8 @@ class StateHandler(_Saved):
 def _copied_to_host(state: Any) -> Any:
     """Return a deep copy of `state` whose tensors are in host memory."""
     # deepcopy takes what it finds under the ID of an object in its memo.
-    on_devices = {id(leaf): leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)}
-    memo = {
-        key: leaf.detach().to("cpu", copy=True) for key, leaf in on_devices.items() if accelerator.has_streams(leaf)
-    }
-    return copy.deepcopy(state, memo)
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and accelerator.has_streams(leaf)]
+    return copy.deepcopy(state, {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in tensors})
 
 
 class _StatefulHandler(StateHandler):
@@ -325,7 +322,8 @@ class State(_Saved):
         work since the last commit, so commit as rarely as that loss allows.
         """
         self.save()
-        self._persist()
+        if self._commits is not None:
+            self._commits.save(self._objects())
         self._commits_made += 1
         self.check_host_updates()
 
@@ -345,8 +343,9 @@ class State(_Saved):
             self.save()  # while all ranks are there: see _CollectiveHandler
             raise HostsUpdatedInterrupt(change == _REMOVED)
 
-    def _persist(self) -> None:
-        """Write the state to a file that survives the processes, if this job needs it. Local."""
+    def _objects(self) -> dict[str, Any]:
+        """Return the content of a commit: for each name the live object or the value."""
+        return {}
 
 
 def commits_made(state: Any) -> int | None:
@@ -382,12 +381,7 @@ class ObjectState(State):
             self._set_attrs(if_all_succeed(lambda: self._bcast_object(values), RuntimeError))
             ObjectState.save(self)
 
-    def _persist(self) -> None:
-        if self._commits is not None:
-            self._commits.save(self._objects())
-
     def _objects(self) -> dict[str, Any]:
-        """Return the content of a commit: for each name the live object or the value."""
         return {name: getattr(self, name) for name in self._saved_state}
 
     def _resume(self, commits: Commits) -> None:
