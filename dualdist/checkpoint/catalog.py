@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
-import operator
 import os
 import re
 import socket
@@ -22,11 +21,6 @@ _ANY_NAME = re.compile(r"step-\d+(\.pt)?")
 _OWNER = ".dualdist-owner"
 """The file that names the job which saves into the folder."""
 _STARTED = datetime.datetime.now(datetime.timezone.utc).isoformat()
-
-
-def this_job() -> str:
-    """Return what other jobs call this one. It differs between any two starts of a process."""
-    return f"process {os.getpid()} on {socket.gethostname()}, started {_STARTED}"
 
 
 @dataclass(frozen=True)
@@ -68,6 +62,8 @@ class Catalog:
     ) -> None:
         self.folder = folder.absolute()  # the program may change its working directory
         self._keep, self._best, self._durable = keep, best, durable
+        self._job = f"process {os.getpid()} on {socket.gethostname()}, started {_STARTED}"
+        """What other jobs call this one. It differs between any two starts of a process."""
         self._is_claimed = False
         self._entries: list[CatalogEntry] = []
         self.rejected: dict[Path, str] = {}
@@ -118,19 +114,19 @@ class Catalog:
             )
         return found
 
-    def claim(self, job: str) -> None:
-        """Note in the folder that `job` saves there. Raises CheckpointError if another one does since."""
+    def claim(self) -> None:
+        """Note in the folder that this job saves there. Raises CheckpointError if another one does since."""
         note = self.folder / _OWNER
         with contextlib.suppress(OSError):  # the folder is read-only, for example: the save reports it
             owner = note.read_text(errors="replace") if note.exists() else ""
-            if self._is_claimed and owner not in ("", job):
+            if self._is_claimed and owner not in ("", self._job):
                 raise CheckpointError(
                     f"`directory` must be the folder of one job, but another one saves into {self.folder}, too: "
                     f"{owner}. End one of them, or give it another folder."
                 )
-            if owner != job:
+            if owner != self._job:
                 note.unlink(missing_ok=True)  # it may be another user's
-                note.write_text(job)
+                note.write_text(self._job)
             self._is_claimed = True
 
     def write(self, values: Mapping[str, Any], manifest: Manifest) -> None:
@@ -199,9 +195,8 @@ class Catalog:
         if self._best is None:
             return []
         metric, mode, _ = self._best
-        rated = [(entry.manifest.metrics.get(metric, math.nan), entry) for entry in self._entries[::-1]]
-        rated = [(value, entry) for value, entry in rated if not math.isnan(value)]
-        return [entry for _, entry in sorted(rated, key=operator.itemgetter(0), reverse=mode == "max")]
+        rated = [entry for entry in self._entries[::-1] if not math.isnan(entry.manifest.metrics.get(metric, math.nan))]
+        return sorted(rated, key=lambda entry: entry.manifest.metrics[metric], reverse=mode == "max")
 
     def not_saved(self, step: int | None, reason: str) -> CheckpointError:
         """Return the error of a save, which names the newest complete checkpoint."""

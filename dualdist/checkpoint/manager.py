@@ -25,7 +25,7 @@ from ..core.process import at_exit
 from ..core.types import Max
 from ..core.world import reporting
 from ..errors import CheckpointError, DamagedCheckpointError, logger
-from .catalog import Catalog, Find, this_job
+from .catalog import Catalog, Find
 from .contents import HostCopy, check_state, few, on_host
 from .format import Manifest, make_manifest
 from .save_and_load import (
@@ -170,7 +170,7 @@ class CheckpointManager:
         sharding = needed("sharding") if sharded else None
         kind = Catalog if sharding is None else sharding.FolderCatalog
         self._catalog: Catalog = kind(Path(directory), keep, rated)
-        self._job = from_writer(self._open)
+        from_writer(self._open)
         self._shards: Any = sharding and sharding.Shards(state, self._catalog)
         self._signals = SignalWatch(signals)
         self._saved_step: int | None = None
@@ -297,10 +297,9 @@ class CheckpointManager:
                 )
             self._signals.end()
 
-    def _open(self) -> str:
+    def _open(self) -> None:
         try:
             self._catalog.open()
-            return this_job()
         except OSError as error:
             raise CheckpointError(f"`directory` must be a folder that can be used, but {error}.") from error
 
@@ -321,7 +320,7 @@ class CheckpointManager:
         """On the writer: the values to write, and their manifest."""
 
         def collect(values: Mapping[str, Any]) -> bool:
-            self._catalog.claim(self._job)
+            self._catalog.claim()
             if lost := self._catalog.would_lose(self.steps, metrics):
                 logger.warning(
                     "The checkpoint of step %d was not replaced: %s is a number there, but NaN now. Was it computed of "

@@ -246,13 +246,11 @@ def test_a_checkpoint_that_is_gone_is_not_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 @everywhere
-def test_a_second_job_in_the_folder_is_an_error_of_the_first_on_every_rank(
-    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_job_in_the_folder_is_an_error_of_the_first_on_every_rank(sharded: bool, tmp_path: Path) -> None:
     def managed(job: str) -> CheckpointManager:
-        with monkeypatch.context() as patch:
-            patch.setattr("dualdist.checkpoint.manager.this_job", lambda: job)
-            return CheckpointManager(tmp_path, {"epoch": 0}, keep=None, signals=(), sharded=sharded)
+        manager = CheckpointManager(tmp_path, {"epoch": 0}, keep=None, signals=(), sharded=sharded)
+        manager._catalog._job = job
+        return manager
 
     def save(manager: CheckpointManager, step: int) -> None:
         manager.steps = step
