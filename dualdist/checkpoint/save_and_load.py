@@ -112,18 +112,14 @@ def write_state(
         check()
         return check_state(state)
 
-    names, refusal = attempted(checked)
-    own: dict[str, Any] = {}
-    digests: dict[str, str] = {}
-    taken = dict(state) if refusal is None else {}
-
-    def take() -> None:
-        own.update(on_host(collect_own(state, writes=is_writer()), "state"))
+    def take() -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+        own = on_host(collect_own(state, writes=is_writer()), "state")
         compared = collect_compared(state) if size() > 1 else {}
-        digests.update({name: digest(value, f"state[{name!r}]") for name, value in compared.items()})
-        taken.update(compared)
+        return own, {name: digest(value, f"state[{name!r}]") for name, value in compared.items()}, {**state, **compared}
 
-    failure = refusal or attempted(take)[1]
+    names, refusal = attempted(checked)
+    collected, failure = attempted(take) if refusal is None else (None, refusal)
+    own, digests, taken = collected or ({}, {}, {})
     found = allgather_object((names, digests, reported(failure, rank())))
     expected, compared, _ = found[0]
     for place, (others, _, problem) in enumerate(found):
