@@ -355,9 +355,9 @@ class CheckpointManager:
             logger.error("The last checkpoint was not saved: %s", failure)
 
     def _everything(self) -> ChainMap[str, Any]:
-        """Return all that is not saved in parts. Restoring sets plain values in the first mapping."""
-        state = self._state if self._shards is None else self._shards.others
-        return ChainMap(state, self._random)  # type: ignore[arg-type]
+        """Return all that is not saved in parts. Restoring sets plain values in the first mapping, which is empty."""
+        state: Any = self._state if self._shards is None else self._shards.others
+        return ChainMap({}, state, self._random)
 
     def _restore(self, find: Find, strict: bool, partial: bool, skips: bool = True) -> Manifest | None:
         with reporting(ALLGATHER_OBJECT):
@@ -377,8 +377,7 @@ class CheckpointManager:
         load_parts = None if shards is None else shards.fit(entry.path, strict=strict, partial=partial)
         everything = self._everything()
         load_into(everything, values, strict=strict, partial=partial, origin=entry.path)
-        plain = {name: value for name, value in everything.maps[0].items() if value is not self._state[name]}
-        if plain:
+        if plain := everything.maps[0]:
             cast("MutableMapping[str, Any]", self._state).update(plain)
         if load_parts is not None:
             load_parts()
