@@ -120,6 +120,8 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
     num_replicas: int
     rank: int
     drop_last: bool
+    _order: tuple[str, ...] = ()
+    """The attributes besides the seed that the order depends on."""
 
     @abstractmethod
     def _sequence(self) -> Sequence[T_co]:
@@ -235,24 +237,23 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
                 f"`advance` must be called after each batch, but none of the {self._drawn} drawn samples is counted. "
                 "Call sampler.advance(len(batch)) in the loop."
             )
-        return {
-            "epoch": self.epoch,
-            "seed": self.seed,
-            "num_consumed": self.num_consumed,
-            "length": self._length(),
-        }
+        found = {"epoch": self.epoch, "seed": self.seed, "num_consumed": self.num_consumed, "length": self._length()}
+        return found | {name: getattr(self, name) for name in self._order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume in the current world, with the seed of `state_dict`; no sample is repeated or skipped.
 
         Call it on every rank, with the state of rank 0. Raises ValueError when the sequence had another length.
         """
-        keys = ("epoch", "seed", "num_consumed", "length")
+        keys = ("epoch", "seed", "num_consumed", "length", *self._order)
         mapping("state_dict", state_dict, *keys, fix="Pass what state_dict() of such a sampler has returned.")
         epoch = checked_epoch(state_dict["epoch"], "state_dict['epoch']")
         seed = checked_seed(state_dict["seed"], "state_dict['seed']")
         length = integer("state_dict['length']", state_dict["length"], least=0)
         consumed = integer("state_dict['num_consumed']", state_dict["num_consumed"], least=0, below=length + 1)
+        for name in self._order:
+            if state_dict[name] != (own := getattr(self, name)):
+                raise ValueError(f"`{name}` must be {state_dict[name]} as in `state_dict`, but is {own} instead.")
         self.epoch, self.seed = epoch, seed
         self._expect(length)
         self._start_at(consumed)
@@ -299,6 +300,8 @@ class DistributedSampler(DealingSampler[int], torch.utils.data.DistributedSample
             `process_set`, or num_replicas or rank is given beside it.
     """
 
+    _order = ("shuffle",)
+
     def __init__(
         self,
         dataset: Sized,
@@ -325,18 +328,6 @@ class DistributedSampler(DealingSampler[int], torch.utils.data.DistributedSample
         order = torch.randperm(self._length(), generator=generator, device="cpu")
         # A memoryview: its items are plain integers, each made when it is read.
         return order.numpy().data
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "shuffle": self.shuffle}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        fix = "Pass what state_dict() of such a sampler has returned."
-        mapping("state_dict", state_dict, "shuffle", fix=fix)
-        if state_dict["shuffle"] != self.shuffle:
-            raise ValueError(
-                f"`shuffle` must be {state_dict['shuffle']} as in `state_dict`, but is {self.shuffle} instead."
-            )
-        super().load_state_dict(state_dict)
 
 
 # Iterables and iterable datasets, sharded over the ranks and the workers of their loaders.
