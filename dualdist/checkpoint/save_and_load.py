@@ -455,15 +455,12 @@ def save(
         ValueError, TypeError: an argument is wrong on this rank; the others raise CheckpointError.
     """
 
-    noted: dict[str, Any] = {}
-
-    def check() -> None:
-        noted["metrics"] = checked_metrics(metrics)
-        noted["step"] = None if step is None else integer("step", step, least=0)
+    def check() -> tuple[int | None, Mapping[str, float]]:
+        return None if step is None else integer("step", step, least=0), checked_metrics(metrics)
 
     def write(values: dict[str, Any]) -> None:
         try:
-            write_checkpoint(checked_path("path", path), on_host(values, "state"), make_manifest(**noted))
+            write_checkpoint(checked_path("path", path), on_host(values, "state"), make_manifest(*check()))
         except OSError as error:
             raise CheckpointError(
                 f"Checkpoint {path} was not saved: {error}. An older file of that name is unchanged."
