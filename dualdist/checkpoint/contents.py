@@ -308,13 +308,9 @@ def collect_own(state: Mapping[str, Any], *, writes: bool) -> dict[str, Any]:
 
     writes: whether this rank is the writer. Only the writer keeps states that are equal on all ranks.
     """
-    own: dict[str, Any] = {}
-    for name in sorted(state):  # so that all ranks make the same calls
-        value = state[name]
-        if is_per_rank(value) or is_collective(value):
-            taken = value.state_dict()
-            own |= {name: taken} if writes or is_per_rank(value) else {}
-    return own
+    values = [(name, state[name]) for name in sorted(state)]  # so that all ranks make the same calls
+    taken = {name: value.state_dict() for name, value in values if is_per_rank(value) or is_collective(value)}
+    return {name: own for name, own in taken.items() if writes or is_per_rank(state[name])}
 
 
 def collect_compared(state: Mapping[str, Any]) -> dict[str, Any]:
