@@ -48,9 +48,7 @@ MARKS = (
     Mark("SM_HOSTS", "SageMaker", (*_TORCH, "mpirun"), ".*,.*"),
     Mark("DUALDIST_RANK DUALDIST_SIZE", "`dualdist run` or spawn", OUTERMOST),
     Mark(
-        "OMPI_COMM_WORLD_LOCAL_RANK OMPI_UNIVERSE_SIZE OMPI_MCA_ess_base_vpid",
-        "Open MPI's mpirun",
-        ("mpirun", "jsrun"),
+        "OMPI_COMM_WORLD_LOCAL_RANK OMPI_UNIVERSE_SIZE OMPI_MCA_ess_base_vpid", "Open MPI's mpirun", ("mpirun", "jsrun")
     ),
     Mark("JSM_NAMESPACE_LOCAL_RANK", "jsrun", ("jsrun",)),
     Mark("MV2_COMM_WORLD_LOCAL_RANK MPIRUN_RANK", "MVAPICH's mpirun_rsh", ("mpirun_rsh",)),

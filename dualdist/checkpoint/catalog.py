@@ -53,12 +53,7 @@ class Catalog:
     """The setting of CheckpointManager that has such a catalog."""
 
     def __init__(
-        self,
-        folder: Path,
-        keep: int | None,
-        best: tuple[str, str, int] | None = None,
-        *,
-        durable: bool = True,
+        self, folder: Path, keep: int | None, best: tuple[str, str, int] | None = None, *, durable: bool = True
     ) -> None:
         self.folder = folder.absolute()  # the program may change its working directory
         self._keep, self._best, self._durable = keep, best, durable

@@ -94,9 +94,7 @@ def from_writer(function: Callable[[], T]) -> T:
 
 
 def write_state(
-    state: Mapping[str, Any],
-    write: Callable[[dict[str, Any]], T],
-    check: Callable[[], object] = lambda: None,
+    state: Mapping[str, Any], write: Callable[[dict[str, Any]], T], check: Callable[[], object] = lambda: None
 ) -> T:
     """Collect the values of `state` on the writer, call `write` with them there, and return its result on every rank.
 

@@ -166,11 +166,7 @@ class Shards:
         return gathered
 
     def _finish(
-        self,
-        folder: Path,
-        parts: torch_shards.Parts,
-        values: Mapping[str, Any] | None,
-        manifest: Manifest | None,
+        self, folder: Path, parts: torch_shards.Parts, values: Mapping[str, Any] | None, manifest: Manifest | None
     ) -> None:
         """Write the parts, and complete the checkpoint. Collective; it may run in another thread.
 
