@@ -59,7 +59,12 @@ def main() -> None:
     """Read the request from the standard input and carry it out."""
     length = int(sys.stdin.buffer.readline())
     request = json.loads(sys.stdin.buffer.read(length))
-    agent = Agent(request, _file_with(sys.stdin.buffer, request["task"]))
+    task = None
+    if request["task"] is not None:
+        task = os.memfd_create("task")
+        with open(task, "wb", closefd=False) as file:
+            file.write(sys.stdin.buffer.read(request["task"]))
+    agent = Agent(request, task)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if request["parent"] is not None:
         _end_with(request["parent"])
@@ -93,8 +98,8 @@ class Agent:
         """What to wait for. While the grant is used up, the processes' output is not read: the second lacks it."""
         self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         """process id -> (rank, process)"""
-        self._pipes: dict[int, list[tuple[int, int]]] = {}
-        """rank -> [(file descriptor, kind)]"""
+        self._pipes: dict[int, list[tuple[int, IO[bytes]]]] = {}
+        """rank -> [(kind, pipe)]"""
         self._granted, self._sent = int(request["window"]), 0
         """How many bytes of output the launcher has granted in total, and how many were sent to it."""
         self._stdin: IO[bytes] | None = None
@@ -109,7 +114,7 @@ class Agent:
         """Start the processes and return when none is left."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._take_signals()
-        _write_all(1, self._request["token"].encode())
+        write_all(1, self._request["token"].encode())
         for rank in self._request["own_env"]:
             self._start(int(rank))
         self._thread(self._listen)
@@ -129,7 +134,7 @@ class Agent:
         """
         signal.signal(signal.SIGALRM, lambda *_: self._thread(self.leave))
         for number in PASSED_SIGNALS:
-            signal.signal(number, lambda number, _: self._signal(list(self._running), number))
+            signal.signal(number, lambda number, _: _signal(list(self._running), number))
         for number in ENDING_SIGNALS:
             signal.signal(number, lambda number, _: self._thread(partial(self._end_rest, grace_of(number), number)))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*ENDING_SIGNALS, *PASSED_SIGNALS))
@@ -142,20 +147,19 @@ class Agent:
 
     def _start(self, rank: int) -> None:
         env, threads = self._environment(rank)
-        streams = [(STDOUT, subprocess.PIPE), (STDERR, subprocess.PIPE)]
-        if self._request["output"] is not None:
-            streams = list(zip((STDOUT, STDERR), self._request["output"], strict=True))
+        stdout, stderr = self._request["output"] or (subprocess.PIPE, subprocess.PIPE)
         argv = [_bytes(argument) for argument in self._request["argv"]]
         files = [] if self._task is None else [self._task, *os.pipe()]
-        reader, passed = files[1:2], [files[0], files[2]] if files else []
+        passed = files[::2]
         try:
             child = subprocess.Popen(
                 [*argv, *(b"%d" % file for file in passed)],
                 env=env,
                 cwd=_bytes(self._request["cwd"]),
                 stdin=subprocess.DEVNULL if rank else self._request["stdin"],
-                stdout=streams[0][1],
-                stderr=streams[1][1],
+                stdout=stdout,
+                stderr=stderr,
+                bufsize=0,
                 start_new_session=True,
                 pass_fds=passed,
                 preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
@@ -169,19 +173,16 @@ class Agent:
         self._running[child.pid] = (rank, child)
         self._stdin = self._stdin or child.stdin
         self._pipes[rank] = []
-        for (kind, _), pipe in zip(streams, (child.stdout, child.stderr), strict=True):
-            if pipe is not None:
-                self._add_pipe(rank, kind, os.dup(pipe.fileno()))
-                pipe.close()
-        for descriptor in reader:
-            self._add_pipe(rank, RESULT, descriptor)
+        result: IO[bytes] | None = None
+        if files:
+            result = open(files[1], "rb", 0)
             os.close(files[2])
+        for kind, pipe in ((STDOUT, child.stdout), (STDERR, child.stderr), (RESULT, result)):
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+                self._pipes[rank].append((kind, pipe))
+                self._selector.register(pipe, selectors.EVENT_READ, (rank, kind, pipe))
         self._report(STARTED, rank, {"pid": child.pid, "threads": threads})
-
-    def _add_pipe(self, rank: int, kind: int, descriptor: int) -> None:
-        os.set_blocking(descriptor, False)
-        self._pipes[rank].append((descriptor, kind))
-        self._selector.register(descriptor, selectors.EVENT_READ, (rank, kind))
 
     def _environment(self, rank: int) -> tuple[dict[bytes, bytes], int | None]:
         """Return the environment of a process, and its OMP_NUM_THREADS if it is set here."""
@@ -202,7 +203,7 @@ class Agent:
         ready = [key for key, _ in selector.select()]
         for key in ready:
             if key.data is not None:
-                self._copy(key.fd, *key.data)
+                self._copy(*key.data)
         # Reaping closes pipes, so it is last.
         for key in ready:
             if key.data is None:
@@ -210,26 +211,24 @@ class Agent:
                     os.read(key.fd, _CHUNK)
                 self._reap()
 
-    def _copy(self, descriptor: int, rank: int, kind: int) -> int:
+    def _copy(self, rank: int, kind: int, pipe: IO[bytes]) -> int:
         """Send one chunk of a process's output. Return its length, 0 when there is none now."""
-        try:
-            data = os.read(descriptor, _CHUNK)
-        except BlockingIOError:
-            return 0
+        data = pipe.read(_CHUNK)
         if data:
             self._send(kind, rank, data)
             self._sent += len(data)
             return len(data)
-        self._selector.unregister(descriptor)
-        self._pipes[rank].remove((descriptor, kind))
-        os.close(descriptor)
+        if data is not None:  # the end of it
+            self._selector.unregister(pipe)
+            self._pipes[rank].remove((kind, pipe))
+            pipe.close()
         return 0
 
     def _drain(self, rank: int) -> None:
         """Send what a process has left in its pipes. Not more: its children may still write to them."""
-        for descriptor, kind in list(self._pipes[rank]):
-            count = int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
-            while count > 0 and (length := self._copy(descriptor, rank, kind)):
+        for kind, pipe in list(self._pipes[rank]):
+            count = int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+            while count > 0 and (length := self._copy(rank, kind, pipe)):
                 count -= length
 
     def _reap(self) -> None:
@@ -254,7 +253,7 @@ class Agent:
     def _send(self, kind: int, rank: int, data: bytes) -> None:
         """Send a message to the launcher. Two threads do this."""
         with self._sending:
-            _write_all(1, HEADER.pack(kind, rank, len(data)) + data)
+            write_all(1, HEADER.pack(kind, rank, len(data)) + data)
 
     def _pass_input(self, stdin: IO[bytes]) -> None:
         """Ask for pieces of the launcher's standard input and write them to `stdin`, until the end of either.
@@ -266,7 +265,7 @@ class Agent:
                 self._send(INPUT, 0, b"")
                 if not (data := self._input.get()):
                     return
-                _write_all(stdin.fileno(), data)
+                write_all(stdin.fileno(), data)
 
     def _listen(self) -> None:
         """Follow the launcher's commands: an empty line (it is alive), or a command with numbers.
@@ -280,20 +279,19 @@ class Agent:
         signal.setitimer(signal.ITIMER_REAL, silence)
         for line in sys.stdin.buffer:
             signal.setitimer(signal.ITIMER_REAL, silence)
-            words = line.split()
-            if words[:1] == [b"grant"]:
-                self._granted += int(words[1])
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._wake_writer, b"\0")
-            elif words[:1] == [b"signal"]:
-                self._signal(list(self._running), int(words[1]))
-            elif words[:1] == [b"end"]:
-                number, grace = int(words[1]), float(words[2])
-                self._thread(partial(self._end_rest, grace, number))
-            elif words[:1] == [b"kill"]:
-                self._end_rest(0.0)
-            elif words[:1] == [b"input"]:
-                self._input.put(sys.stdin.buffer.read(int(words[1])))
+            match line.split():
+                case [b"grant", count]:
+                    self._granted += int(count)
+                    with contextlib.suppress(BlockingIOError):
+                        os.write(self._wake_writer, b"\0")
+                case [b"signal", number]:
+                    _signal(list(self._running), int(number))
+                case [b"end", number, grace]:
+                    self._thread(partial(self._end_rest, float(grace), int(number)))
+                case [b"kill"]:
+                    self._end_rest(0.0)
+                case [b"input", length]:
+                    self._input.put(sys.stdin.buffer.read(int(length)))
         self.leave()
 
     def leave(self) -> NoReturn:
@@ -316,15 +314,9 @@ class Agent:
             else:
                 first = set() if number == signal.SIGINT else alive.keys() & set(self._running)
                 chosen = first or set(alive)
-                self._signal(chosen - signalled, number)
+                _signal(chosen - signalled, number)
                 signalled |= chosen
             time.sleep(_POLL_SECONDS)
-
-    @staticmethod
-    def _signal(pids: Iterable[int], number: int) -> None:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
 
     @staticmethod
     def _thread(target: Callable[[], object]) -> None:
@@ -373,9 +365,13 @@ def _kill(groups: dict[int, int]) -> None:
 
     The members of a process group are killed at once, so that none can start another one meanwhile.
     """
-    for pid, group in groups.items():
+    _signal([-group if group > 1 else pid for pid, group in groups.items()], signal.SIGKILL)
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(-group if group > 1 else pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def _descendants(*, ended: bool = False) -> dict[int, int]:
@@ -400,17 +396,6 @@ def _descendants(*, ended: bool = False) -> dict[int, int]:
         level = children.keys() - found.keys()
         found |= children
     return found
-
-
-def _file_with(source: Any, length: int | None) -> int | None:
-    """Return an open file with the next `length` bytes of `source`; None for None."""
-    if length is None:
-        return None
-    file = os.memfd_create("task")
-    with open(file, "wb", closefd=False) as target:
-        while length > 0 and (data := source.read(min(length, _CHUNK))):
-            length -= target.write(data)
-    return file
 
 
 def _add_interface(env: dict[bytes, bytes], address: str) -> None:
@@ -442,7 +427,8 @@ def _bytes(text: str) -> bytes:
     return text.encode("latin-1")
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write `data`, which may take several writes."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
