@@ -69,11 +69,10 @@ class HostJob:
     """The launcher's address. If given, the agent sets Gloo's interface to the one that leads to it."""
     task: bytes | None = None
     """The content of a file for every process. Each gets its number and that of a pipe, for RESULT events."""
-    output: tuple[int, int] | None = None
-    """The open files for the processes' output; None: it is sent to the launcher."""
-    stdin: int | None = None
-    """The open file for the standard input of rank 0. Its content is sent to another host. None: the input is empty, as
-    that of the others."""
+    has_own_output: bool = True
+    """Whether the processes' output is sent to the launcher. Else they write to that of this process."""
+    has_input: bool = False
+    """Whether rank 0 is here, and gets the standard input of this process. The input of the others is empty."""
     window: int = 1 << 20
     """How many bytes of output the agent may send before the launcher has taken any."""
 
@@ -123,21 +122,26 @@ class AgentConnection:
         self._taken = 0
         """Bytes of output that were read since the last grant."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._outbox.put(_first_message(job, self._token))
+        shared = [0] * (job.local and job.has_input) + [1, 2] * (not job.has_own_output)
+        # An agent has files of its own below 3.
+        files = {number: fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3) for number in shared}
         # A scheduler may signal all processes of a job. ssh must survive that, and an agent from its start.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDING_SIGNALS, *PASSED_SIGNALS))
         try:
+            self._outbox.put(_first_message(job, self._token, files))
             self.popen = subprocess.Popen(
                 job.agent_command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                pass_fds=[*(job.output or ()), *([job.stdin] if job.local and job.stdin is not None else [])],
+                pass_fds=tuple(files.values()),
                 bufsize=0,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            for file in files.values():
+                os.close(file)
         pipes: Any = self.popen
         self._stdin, self.stdout, self.stderr = pipes.stdin, pipes.stdout, pipes.stderr
         os.set_blocking(self.stderr.fileno(), False)
@@ -157,14 +161,11 @@ class AgentConnection:
                     data = b"\n"
                 if data is None:
                     return
-                view = memoryview(data)
-                while view:
-                    view = view[self._stdin.write(view) :]
+                agent.write_all(self._stdin.fileno(), data)
 
     def _send_input(self) -> None:
         """Send a piece of the standard input, or its end. Runs in its own thread, because a read may block."""
-        assert self.job.stdin is not None
-        data = _read_input(self.job.stdin)
+        data = _read_input()
         self.send(b"input %d\n%b" % (len(data), data))
 
     def grant(self) -> None:
@@ -218,7 +219,7 @@ class AgentConnection:
         if not data:
             self.open = False
             for rank in sorted(self._unended):
-                yield self._event(LOST, rank, {"error": self._why_lost()})
+                yield Event(LOST, rank, self.job.host, facts={"error": self._why_lost()})
 
     def read_errors(self) -> bool:
         """Record the errors that ssh prints. Return whether more may follow."""
@@ -234,7 +235,6 @@ class AgentConnection:
         return "; ".join(self._errors.decode(errors="replace").splitlines()).strip("; ")
 
     def _why_lost(self) -> str:
-        """Return what happened to the host."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(_LAST_ERRORS_SECONDS)
         self.read_errors()
@@ -257,17 +257,17 @@ class AgentConnection:
             elif kind == INPUT:
                 in_thread(self._send_input, "dualdist-input")
             else:
-                yield self._event(kind, rank, json.loads(data))
+                if kind == ENDED:
+                    self._unended.discard(rank)
+                yield Event(kind, rank, self.job.host, facts=json.loads(data))
         del self._buffer[:end]
 
-    def _event(self, kind: int, rank: int, facts: dict[str, Any]) -> Event:
-        if kind in (ENDED, LOST):
-            self._unended.discard(rank)
-        return Event(kind, rank, self.job.host, facts=facts)
 
+def _first_message(job: HostJob, token: str, files: Mapping[int, int]) -> bytes:
+    """Return the source of the agent and the request to it. The agent sends `token` before any other output.
 
-def _first_message(job: HostJob, token: str) -> bytes:
-    """Return the source of the agent and the request to it. The agent sends `token` before any other output."""
+    files: those of the processes' standard streams that are this process's.
+    """
     try:
         folder = os.getcwd()
     except FileNotFoundError:
@@ -282,8 +282,8 @@ def _first_message(job: HostJob, token: str) -> bytes:
         "parent": os.getpid() if job.local else None,
         "silence": 0 if job.local else _SILENCE_SECONDS,
         "address": job.address,
-        "output": job.output,
-        "stdin": subprocess.DEVNULL if job.stdin is None else job.stdin if job.local else subprocess.PIPE,
+        "output": None if job.has_own_output else [files[1], files[2]],
+        "stdin": files.get(0, subprocess.PIPE if job.has_input else subprocess.DEVNULL),
         "window": job.window,
         "task": None if job.task is None else len(job.task),
     }
@@ -296,7 +296,7 @@ def _portable(env: Mapping[str, str]) -> dict[str, str]:
     return {portable(name): portable(value) for name, value in env.items()}
 
 
-def _read_input(descriptor: int) -> bytes:
+def _read_input() -> bytes:
     """Return the next bytes of the standard input; none at its end, and if it cannot be read, as under nohup.
 
     In the background of a terminal, wait: a read would stop the whole process, unless this thread blocks SIGTTIN.
@@ -304,12 +304,12 @@ def _read_input(descriptor: int) -> bytes:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTIN])
     while True:
         try:
-            return os.read(descriptor, _CHUNK)
+            return os.read(0, _CHUNK)
         except BlockingIOError:  # another program has made it non-blocking
-            select.select([descriptor], [], [])
+            select.select([0], [], [])
             continue
         except OSError as error:
-            if error.errno != errno.EIO or not os.isatty(descriptor):
+            if error.errno != errno.EIO or not os.isatty(0):
                 return b""
         time.sleep(_FOREGROUND_SECONDS)
 
@@ -374,10 +374,10 @@ class Supervisor:
         for connection in self.agents:
             connection.grant()
 
-    def pass_on(self, number: int) -> None:
-        """Send signal `number` to all processes, without waiting for an end."""
+    def send(self, command: bytes) -> None:
+        """Send a command to all agents (see Agent._listen)."""
         for connection in self.agents:
-            connection.send(b"signal %d\n" % number)
+            connection.send(command)
 
     def end(self, number: int, grace: float = _GRACE_SECONDS) -> None:
         """Ask all processes to end by signal `number`. Those alive after `grace` seconds are killed."""
@@ -388,11 +388,6 @@ class Supervisor:
     def time_left(self) -> float:
         """Return for how many seconds to wait for the end of the processes; infinite before `end`."""
         return math.inf if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-
-    def kill(self) -> None:
-        """Kill all processes."""
-        for connection in self.agents:
-            connection.send(b"kill\n")
 
     def _read(self, connection: AgentConnection) -> bool:
         self._events += connection.read()

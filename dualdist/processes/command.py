@@ -297,6 +297,7 @@ def _options(args: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:
         args.start_with,
         read_start_timeout(args.start_timeout, env),
         args.verbose,
+        has_input=True,
     )
 
 

@@ -6,8 +6,6 @@ process is killed. Elastic jobs need a launcher.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import importlib.util
 import math
 import operator
@@ -75,13 +73,10 @@ def spawn(
             _variables(backend, transport, [], env, SPAWN),
             launcher=SPAWN,
             task=_pickled_call("fn", fn, args, {}, by_value=False),
+            has_own_output=False,
         )
         limit = _limit(timeout)
-    with contextlib.ExitStack() as stack:
-        output = (os.dup(1), os.dup(2))
-        for copy in output:
-            stack.callback(os.close, copy)
-        return _results(dataclasses.replace(options, descriptors=output), limit)
+    return _results(options, limit)
 
 
 _ELASTIC = (

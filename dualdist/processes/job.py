@@ -7,8 +7,6 @@ where its processes meet, an agent on each host, which starts them, and a Superv
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import fcntl
 import math
 import os
 import secrets
@@ -61,10 +59,10 @@ class RunOptions:
     """What DUALDIST_LAUNCHER is in the processes."""
     task: bytes | None = None
     """See HostJob."""
-    descriptors: tuple[int, int] | None = None
-    """The open files for the processes' output on this host; None: it is sent to the launcher."""
-    stdin: int | None = None
-    """The open file for the standard input of rank 0. None: it is empty, as that of the others."""
+    has_own_output: bool = True
+    """Whether the output is written here, in whole lines. Else the processes of this host write to the same files."""
+    has_input: bool = False
+    """Whether rank 0 gets the standard input of this process."""
 
     @property
     def ssh_options(self) -> list[str]:
@@ -110,7 +108,7 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
     first = address_of(hosts[0], env) if hosts[0] in remote else None
     secret = secrets.token_bytes(32)
     common = _with_alias(without_launchers(env))
-    if options.descriptors is None:
+    if options.has_own_output:
         # Python's buffer delays the output, so horovodrun sets PYTHONUNBUFFERED too.
         common |= {"PYTHONUNBUFFERED": common.get("PYTHONUNBUFFERED") or "1"}
     worlds = topology([(host, None) for host in hosts])
@@ -135,8 +133,8 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
                 local=host not in remote,
                 address=address if remote else None,
                 task=options.task,
-                output=None if host in remote else options.descriptors,
-                stdin=options.stdin if host == hosts[0] else None,
+                has_own_output=host in remote or options.has_own_output,
+                has_input=options.has_input and host == hosts[0],
                 window=window,
             )
             for host in own_env
@@ -283,13 +281,8 @@ def run_job(options: RunOptions, env: Mapping[str, str]) -> int:
 
     In the main thread alone: it handles signals. Raises ConfigurationError first, if the options do not fit the hosts.
     """
-    stdin = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)  # an agent has files of its own below 3
-    options = dataclasses.replace(options, stdin=stdin)
-    try:
-        with _signals() as signals, started(options, env) as job:
-            return _Ending(job, signals, options.start_timeout).follow()
-    finally:
-        os.close(stdin)
+    with _signals() as signals, started(options, env) as job:
+        return _Ending(job, signals, options.start_timeout).follow()
 
 
 class _Ending:
@@ -351,7 +344,7 @@ class _Ending:
             name = signal.Signals(number).name
             if number in PASSED_SIGNALS:
                 self._job.output.report(f"received {name}; passed it on to all processes.")
-                self._job.supervisor.pass_on(number)
+                self._job.supervisor.send(b"signal %d\n" % number)
                 continue
             first = math.isinf(self._patience)
             self._patience = time.monotonic() + (_OUTPUT_SECONDS if first else _LAST_OUTPUT_SECONDS)
@@ -360,7 +353,7 @@ class _Ending:
                 self._job.output.report(f"received {name}; ending all processes.")
                 self._job.supervisor.end(number, grace_of(number))
             elif number == signal.SIGINT:
-                self._job.supervisor.kill()
+                self._job.supervisor.send(b"kill\n")
         return True
 
 
