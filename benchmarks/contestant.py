@@ -39,7 +39,7 @@ class Contestant(Generic[Member]):
     def command(self, processes: int, script: Sequence[str]) -> list[str]:
         """Return the command line that runs the Python script and arguments `script` in all processes."""
         # Not at the top: a process that is measured must not import dualdist for other contestants.
-        from dualdist.processes.variables import mpirun_command
+        from dualdist.processes.hosts import mpirun_command
 
         python = [sys.executable, *script]
         if self.is_single:

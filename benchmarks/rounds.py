@@ -20,7 +20,7 @@ from typing import Any
 
 from contestant import Contestant
 
-from dualdist.processes.variables import without_launchers
+from dualdist.processes.job import without_launchers
 
 __all__ = ("Ratio", "Rounds", "ratio", "run_rounds")
 

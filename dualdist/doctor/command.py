@@ -32,7 +32,8 @@ from ..core.launch import LAUNCHERS, detect
 from ..core.meeting.links import INTERFACE, LOOPBACK, addresses, candidates
 from ..core.types import Launch
 from ..errors import ConfigurationError
-from ..processes.variables import mpirun_command, without_launchers
+from ..processes.hosts import mpirun_command
+from ..processes.job import without_launchers
 
 _PACKAGES = ("torch", "torchvision", "numpy", "horovod", "mpi4py")
 _COMMANDS = (*(row.name for row in LAUNCHERS if row.is_command), "ssh")

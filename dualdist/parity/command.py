@@ -40,7 +40,7 @@ from ..errors import ConfigurationError
 from ..observation.hang import shown_place
 from ..observation.report import new_figure, save_figure
 from ..processes.command import whole_number
-from ..processes.variables import mpirun_command
+from ..processes.hosts import mpirun_command
 from .comparison import Comparison, compare
 from .records import Difference, Record
 

@@ -8,6 +8,7 @@ horovod/runner/common/util/hosts.py:get_host_assignments.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -27,7 +28,6 @@ from ..errors import ConfigurationError
 from ..slurm import host_names, node_address, node_counts, numbers_in
 from . import relay
 from .agent_connection import AGENT_COMMAND
-from .variables import HOST_VARIABLES, is_open_mpi
 
 # The variables by which the processes of `dualdist run` and `spawn` choose their backend, transport and network.
 
@@ -323,6 +323,11 @@ def _bare(host: str) -> str:
 
 
 DEFAULT_STARTER = "ssh"
+HOST_VARIABLES = (
+    r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"  # horovod/runner/common/util/env.py:24
+    r"|HOME|USER|LOGNAME|SHELL|MAIL|PWD|SHLVL|_|HOSTNAME|DISPLAY|XAUTHORITY|TMPDIR|SSH_.*|XDG_.*|DBUS_.*"
+)
+"""A regular expression of variables that are valid only on this host or in this login session."""
 
 
 def agent_command(
@@ -356,13 +361,34 @@ def _srun(host: str, _: Mapping[str, str]) -> list[str]:
     return ["srun", "--overlap", *size, "--mpi=none", "--cpu-bind=none", "--export=ALL", "--"]
 
 
+@functools.cache
+def _is_open_mpi(mpirun: str) -> bool:
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return "Open MPI" in version.stdout
+
+
+def mpirun_command(size: int, command: Sequence[str]) -> list[str] | None:
+    """Return the command line that runs `command` in `size` processes of this host; None if mpirun is not on PATH.
+
+    Open MPI's mpirun is allowed to start more processes than there are cores, and to run as root.
+    """
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        return None
+    options = ["--oversubscribe", *_as_root()] if _is_open_mpi(mpirun) else []
+    return [mpirun, "-np", str(size), *options, *command]
+
+
+def _as_root() -> list[str]:
+    return ["--allow-run-as-root"] * (os.getuid() == 0)
+
+
 def _mpirun(host: str, _: Mapping[str, str]) -> list[str]:
     """mpirun starts processes through the resource manager for which it was built, else over ssh."""
-    if not is_open_mpi("mpirun"):
+    if not _is_open_mpi("mpirun"):
         # Hydra passes on the environment.
         return ["mpirun", "-n", "1", "-hosts", host]
-    options = ["--bind-to", "none", "-x", "DUALDIST_AGENT", *["--allow-run-as-root"] * (os.getuid() == 0)]
-    return ["mpirun", "-np", "1", "-H", host, *options]
+    return ["mpirun", "-np", "1", "-H", host, "--bind-to", "none", "-x", "DUALDIST_AGENT", *_as_root()]
 
 
 def _pbsdsh(host: str, env: Mapping[str, str]) -> list[str]:

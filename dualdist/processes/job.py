@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import secrets
 import signal
 import time
@@ -26,11 +27,20 @@ from ..core.meeting.links import INTERFACE, LOOPBACK, interface_of
 from ..core.meeting.server import MeetingServer, reserved_port
 from ..core.types import World
 from ..errors import ConfigurationError
+from ..site_launcher import NAMED_BY
 from .agent import ENDED, ENDING_SIGNALS, LOST, PASSED_SIGNALS, STARTED, STDERR, STDOUT, grace_of
 from .agent_connection import AGENT_COMMAND, Event, HostJob, Supervisor, describe_exit
-from .hosts import DEFAULT_STARTER, Host, address_of, address_towards, agent_command, assign, is_local
+from .hosts import (
+    DEFAULT_STARTER,
+    HOST_VARIABLES,
+    Host,
+    address_of,
+    address_towards,
+    agent_command,
+    assign,
+    is_local,
+)
 from .output import MOST_UNWRITTEN, Output
-from .variables import copied_variables, exportable, process_variables, without_launchers
 
 _ALL_WINDOWS, _LARGEST_WINDOW, _SMALLEST_WINDOW = 64 << 20, 1 << 20, 64 << 10
 """Bytes of output that may be sent before any is read: by all hosts together, and by one host at most and at least."""
@@ -86,6 +96,63 @@ def read_start_timeout(given: str | None, env: Mapping[str, str]) -> float:
     return seconds
 
 
+# The environment of the processes: what they get from this one, and their place in the job.
+
+RENDEZVOUS = "DUALDIST_RENDEZVOUS"
+"""The variable with the address of the launcher's server."""
+
+
+def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env` without the variables that launchers have set for this process."""
+    env = without_copies(env)
+    known = {COPIES, *NAMED_BY.values(), *filter(None, map(env.get, NAMED_BY.values()))}
+    known |= {getattr(row, field) for row in LAUNCHERS for field in NUMBERS}
+    known |= {marker.partition("=")[0] for row in LAUNCHERS for marker in row.markers}
+    more = re.compile("|".join(row.more for row in LAUNCHERS if row.more))
+    return {name: value for name, value in env.items() if name not in known and not more.fullmatch(name)}
+
+
+def process_variables(launcher: str, world: World, rendezvous: str, secret: bytes) -> dict[str, str]:
+    """Return the variables that give one process its place in the job. detect.py and meeting/ read them."""
+    numbers = {f"DUALDIST_{name.upper()}": str(getattr(world, name)) for name in NUMBERS}
+    return {"DUALDIST_LAUNCHER": launcher, **numbers, RENDEZVOUS: rendezvous, SECRET: secret.hex()}
+
+
+class LaunchersBoard(KnownBoard):
+    """The server of `dualdist run` and `spawn`."""
+
+    is_launchers = True
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        address = env[RENDEZVOUS]
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ConfigurationError(
+                f"`{RENDEZVOUS}` must be 'host:port', but is {address!r} instead. The launcher sets it; look at what "
+                "overwrites it."
+            )
+        super().__init__(
+            ServerAddress([host], [int(port)], secret_in(env)),
+            f"{RENDEZVOUS}={address}",
+            "Check that the launcher still runs, and that no firewall is between the hosts.",
+        )
+
+    def serve(self, size: int) -> None:
+        return None
+
+
+def copied_variables(*groups: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Return `groups` of variables, one for each launcher, and DUALDIST_COPIES.
+
+    given: variables that the user has set for the processes. A group with one of them is left out: it would contradict.
+    """
+    copies: dict[str, str] = {}
+    for group in groups:
+        if given.keys().isdisjoint(group):
+            add_copies(group, copies)
+    return copies
+
+
 # What a job needs before its processes start: its servers, and the processes of each host.
 
 
@@ -111,6 +178,8 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
     if options.has_own_output:
         # Python's buffer delays the output, so horovodrun sets PYTHONUNBUFFERED too.
         common |= {"PYTHONUNBUFFERED": common.get("PYTHONUNBUFFERED") or "1"}
+    # As horovodrun does, other hosts get all variables but those of this host.
+    exported = {name: value for name, value in common.items() if not re.fullmatch(HOST_VARIABLES, name)}
     worlds = topology([(host, None) for host in hosts])
     with (
         MeetingServer(len(hosts), [address], secret) as server,
@@ -128,7 +197,7 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
                 if host in remote
                 else AGENT_COMMAND,
                 options.command,
-                (exportable(common) if host in remote else common) | dict(options.variables),
+                {**(exported if host in remote else common), **options.variables},
                 own_env[host],
                 local=host not in remote,
                 address=address if remote else None,

@@ -13,7 +13,7 @@ from dualdist.core.launch.launchers import OUTERMOST
 from dualdist.core.types import Launch
 from dualdist.errors import ConfigurationError
 from dualdist.marks import MARKS
-from dualdist.processes.variables import without_launchers
+from dualdist.processes.job import without_launchers
 
 from .test_detect import RECORDS
 

@@ -32,7 +32,7 @@ from dualdist.file_board import FileBoard
 from dualdist.horovod.http_store import HttpBoard, HttpStore
 from dualdist.host_board import HostBoard
 from dualdist.mpi import meeting as mpi
-from dualdist.processes.variables import LaunchersBoard
+from dualdist.processes.job import LaunchersBoard
 
 from ..helpers.ports import free_ports
 from ..helpers.requirements import need_programs, need_root

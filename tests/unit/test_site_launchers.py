@@ -6,7 +6,7 @@ import pytest
 
 from dualdist.core.launch import detect
 from dualdist.errors import ConfigurationError
-from dualdist.processes.variables import without_launchers
+from dualdist.processes.job import without_launchers
 
 from . import test_detect
 from .test_detect import numbers
