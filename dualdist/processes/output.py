@@ -21,6 +21,7 @@ from typing import IO
 
 from ..core.process import in_thread
 from ..errors import ConfigurationError
+from .agent import write_all
 
 # Writes to one open file in a thread of its own, because a write blocks while nobody reads from a pipe or terminal.
 #
@@ -63,9 +64,7 @@ class Sink:
     def _work(self) -> None:
         try:
             for data in iter(self._pending.get, b""):
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(self._descriptor, view) :]
+                write_all(self._descriptor, data)
                 self._written += len(data)
                 self._notify()
         except OSError as error:
@@ -83,8 +82,6 @@ MOST_UNWRITTEN = 4 << 20
 """How many bytes may be unwritten before the processes must wait."""
 _LAST_SECONDS = 1.0
 """How long to wait for the last writes after an error."""
-
-
 _LINE_END, _RETURN = re.compile(rb"[\r\n]"), re.compile(rb"\r(?!\n)")
 _EMPTY_UPDATE = re.compile(rb"(?<![^\r\n]) *\r(?!\n)")
 """An update of a progress bar that shows nothing. tqdm starts each with a carriage return, and removes it by spaces."""
@@ -158,18 +155,19 @@ class Output:
     """
 
     def __init__(self, size: int, folder: Path | None, *, timestamps: bool = False) -> None:
-        self._size = size
-        self._folder = folder
         self._timestamps = timestamps
         self._streams: dict[tuple[int, int], _Lines] = {}
+        self._files: dict[tuple[int, int], Path] = {}
         if folder is not None:
-            try:
-                for rank in range(size):
-                    self._rank_folder(folder, rank).mkdir(parents=True, exist_ok=True)
-                    for name in _NAMES.values():
-                        (self._rank_folder(folder, rank) / name).write_bytes(b"")
-            except OSError as error:
-                raise ConfigurationError(f"`--output` must be a writable folder, but is not: {error}.") from error
+            digits = len(str(size - 1))
+            folders = enumerate(folder / f"rank.{rank:0{digits}}" for rank in range(size))
+            self._files = {(rank, stream): own / name for rank, own in folders for stream, name in _NAMES.items()}
+        try:
+            for file in self._files.values():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(b"")
+        except OSError as error:
+            raise ConfigurationError(f"`--output` must be a writable folder, but is not: {error}.") from error
         self.reader, self._writer = os.pipe()
         """`reader` is readable when something was written, or when writing failed."""
         for end in (self.reader, self._writer):
@@ -191,7 +189,9 @@ class Output:
         """Write the `data` that `rank` wrote to its file descriptor `stream`, 1 or 2."""
         key = (rank, stream)
         if key not in self._streams:
-            self._streams[key] = self._open(rank, stream)
+            copy = open(self._files[key], "ab") if key in self._files else None
+            prefix = f"[1,{rank}]<{_NAMES[stream]}>:"
+            self._streams[key] = _Lines(prefix, self._sinks[stream], copy, self._timestamps)
         self._streams[key].write(data)
 
     def report(self, text: str) -> None:
@@ -216,13 +216,12 @@ class Output:
 
     def close_rank(self, rank: int) -> None:
         """Write the rest of an unfinished last line."""
-        for stream in _NAMES:
-            if (rank, stream) in self._streams:
-                self._streams.pop((rank, stream)).close()
+        for key in sorted(key for key in self._streams if key[0] == rank):
+            self._streams.pop(key).close()
 
     def end_lines(self) -> None:
         """Close every rank."""
-        for rank in range(self._size):
+        for rank, _ in sorted(self._streams):
             self.close_rank(rank)
 
     def _open_sinks(self) -> dict[int, Sink]:
@@ -246,13 +245,3 @@ class Output:
     def _notify(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.write(self._writer, b"\0")
-
-    def _open(self, rank: int, stream: int) -> _Lines:
-        copy = None
-        if self._folder is not None:
-            copy = open(self._rank_folder(self._folder, rank) / _NAMES[stream], "ab")
-        prefix = f"[1,{rank}]<{_NAMES[stream]}>:"
-        return _Lines(prefix, self._sinks[stream], copy, self._timestamps)
-
-    def _rank_folder(self, folder: Path, rank: int) -> Path:
-        return folder / f"rank.{str(rank).zfill(len(str(self._size - 1)))}"
