@@ -22,8 +22,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
 
 VARIABLE, FILE = "env", "file"
 """How the agent learns where to connect."""
@@ -43,7 +41,7 @@ _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 10), (socket.TC
 _PR_SET_PDEATHSIG = 1
 _TOKEN = 32
 _CHUNK = 1 << 18
-_TOKEN_SECONDS = 5.0
+_POLL_SECONDS, _TOKEN_SECONDS = 0.1, 5.0
 _LAST_SECONDS = 5.0
 """How long COMMAND may take to end after the agent."""
 
@@ -54,7 +52,12 @@ def main(address: str, pattern: str, way: str, *command: str) -> int:
     with socket.create_server((address, 0)) as server, contextlib.ExitStack() as stack:
         place = f"{address} {server.getsockname()[1]} {token}"
         agent = [sys.executable, "-E", "-s", "-S", "-c", _AGENT, pattern]
-        agent += [stack.enter_context(_file_with(place))] if way == FILE else []
+        if way == FILE:
+            # All hosts share this folder.
+            file = stack.enter_context(tempfile.NamedTemporaryFile("w", prefix=".dualdist-", dir=os.getcwd()))
+            file.write(place)
+            file.flush()
+            agent.append(file.name)
         starter = subprocess.Popen(
             [*command, *agent],
             stdin=subprocess.DEVNULL,
@@ -62,9 +65,7 @@ def main(address: str, pattern: str, way: str, *command: str) -> int:
             env={**os.environ, **({_NAME: place} if way == VARIABLE else {})},
             preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
         )
-        # When it ends, no agent will connect.
-        threading.Thread(target=_end_accept, args=(starter, server), daemon=True).start()
-        connection = _accept(server, token)
+        connection = _accept(server, token, starter)
         if connection is None:
             return starter.wait() or 1
         stack.close()
@@ -75,29 +76,12 @@ def main(address: str, pattern: str, way: str, *command: str) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _file_with(text: str) -> Iterator[str]:
-    """Write `text` to a file in this folder, which all hosts share, and yield its path."""
-    with tempfile.NamedTemporaryFile("w", prefix=".dualdist-", dir=os.getcwd()) as file:
-        file.write(text)
-        file.flush()
-        yield file.name
-
-
-def _end_accept(starter: subprocess.Popen[bytes], server: socket.socket) -> None:
-    starter.wait()
-    with contextlib.suppress(OSError):
-        server.shutdown(socket.SHUT_RDWR)
-
-
-def _accept(server: socket.socket, token: str) -> socket.socket | None:
-    """Return the connection of the agent, or None if it will not connect."""
-    while True:
-        try:
-            connection, _ = server.accept()
-        except OSError:
-            return None
+def _accept(server: socket.socket, token: str, starter: subprocess.Popen[bytes]) -> socket.socket | None:
+    """Return the connection of the agent, None if `starter` ends without one."""
+    server.settimeout(_POLL_SECONDS)
+    while starter.poll() is None:
         with contextlib.suppress(OSError):
+            connection, _ = server.accept()
             connection.settimeout(_TOKEN_SECONDS)
             if secrets.compare_digest(connection.recv(_TOKEN, socket.MSG_WAITALL), token.encode()):
                 connection.settimeout(None)
@@ -105,7 +89,8 @@ def _accept(server: socket.socket, token: str) -> socket.socket | None:
                 for option, value in _KEEP_ALIVE:
                     connection.setsockopt(socket.IPPROTO_TCP, option, value)
                 return connection
-        connection.close()
+            connection.close()
+    return None
 
 
 def _relay(connection: socket.socket) -> None:
@@ -113,21 +98,15 @@ def _relay(connection: socket.socket) -> None:
 
     def send() -> None:
         with contextlib.suppress(OSError):
-            _copy(partial(os.read, 0, _CHUNK), connection.sendall)
+            while data := os.read(0, _CHUNK):
+                connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
 
     threading.Thread(target=send, daemon=True).start()
-    with contextlib.suppress(OSError):
-        _copy(partial(connection.recv, _CHUNK), partial(os.write, 1))
-    os.close(1)
-
-
-def _copy(read: Callable[[], bytes], write: Callable[[bytes], int | None]) -> None:
-    while data := read():
-        view = memoryview(data)
-        while view:
-            # sendall returns None when all is sent.
-            view = view[write(view) or len(view) :]  # type: ignore[arg-type]
+    with contextlib.suppress(OSError), open(1, "wb") as output:
+        while data := connection.recv(_CHUNK):
+            output.write(data)
+            output.flush()
 
 
 if __name__ == "__main__":
