@@ -100,9 +100,8 @@ def _traceback(error: BaseException) -> str:
 
 def _send(result: int, message: tuple[str, float, Any]) -> None:
     data = pickle.dumps(message)
-    view = memoryview(len(data).to_bytes(8, "big") + data)
-    while view:
-        view = view[os.write(result, view) :]
+    with open(result, "wb") as pipe:
+        pipe.write(len(data).to_bytes(8, "big") + data)
 
 
 if __name__ == "__main__":
