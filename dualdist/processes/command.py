@@ -16,9 +16,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import __version__
 from ..core.backends import DEFAULT_BACKEND, DISTRIBUTED_BACKENDS, HOROVOD_BACKENDS, TRANSPORTS
@@ -26,15 +25,7 @@ from ..core.checks import wrong
 from ..core.launch import DUALDIST_RUN, detect
 from ..core.types import NEVER_SECONDS
 from ..errors import ConfigurationError
-from .hosts import (
-    DEFAULT_STARTER,
-    STARTERS,
-    Host,
-    backend_variables,
-    find_allocation,
-    parse_hosts,
-    read_hostfile,
-)
+from .hosts import DEFAULT_STARTER, STARTERS, Host, backend_variables, find_allocation, parse_hosts, read_hostfile
 from .job import RunOptions, read_start_timeout, run_job
 
 # horovodrun's options and their effect here: a table, so that no option is silently ignored.
@@ -46,8 +37,7 @@ _NEVER = str(NEVER_SECONDS)
 """A year in seconds, for limits that Horovod can switch off."""
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(NamedTuple):
     """An option that sets variables. `value` converts its argument; None for an option without an argument."""
 
     flags: tuple[str, ...]
@@ -56,10 +46,6 @@ class Tuning:
     value: Callable[[str], object] | None = None
     backends: tuple[str, ...] = DISTRIBUTED_BACKENDS
     """The backends on which it has an effect. With another one, `dualdist run` warns."""
-
-    @property
-    def dest(self) -> str:
-        return "tuning_" + self.flags[0].strip("-").replace("-", "_")
 
 
 def whole_number(text: str) -> int:
@@ -83,8 +69,6 @@ def _number(kind: Callable[[str], float], least: float, most: float = math.inf) 
 
 _count, _positive = _number(whole_number, 0), _number(whole_number, 1)
 _time, _noise = _number(float, 0), _number(float, 0, 1)
-
-
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
@@ -168,14 +152,13 @@ class _Refuse(argparse.Action):
         raise ConfigurationError(f"`{option}` is not supported: {self.help}")
 
 
-def add_horovodrun_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of both tables to `parser`."""
+def _add_horovodrun_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("horovodrun's settings, which become environment variables").add_argument
     for row in TUNING:
         shown = " and ".join(f"{name}={value.format('VALUE')}" for name, value in row.variables.items())
         shown += f"; only with --backend {' or '.join(row.backends)}" * (row.backends == HOROVOD_BACKENDS)
         how: Any = {"action": "store_true"} if row.value is None else {"metavar": "VALUE"}
-        add(*row.flags, dest=row.dest, help=f"sets {shown}", **how)
+        add(*row.flags, dest=row.flags[0], help=f"sets {shown}", **how)
     add = parser.add_argument_group("horovodrun's options that are refused").add_argument
     for flag, remedy in REFUSED.items():
         add(flag, dest="refused", action=_Refuse, nargs="?", help=remedy)
@@ -190,14 +173,14 @@ def variables_of(args: argparse.Namespace, backend: str) -> tuple[dict[str, str]
     set_by: dict[str, str] = {}
     ignored = []
     for row in TUNING:
-        given = getattr(args, row.dest)
+        given = getattr(args, row.flags[0])
         if given in (None, False):
             continue
         if backend not in row.backends:
             ignored.append(row.flags[0])
             continue
         try:
-            value = row.value(given) if row.value is not None else None
+            value = row.value and row.value(given)
         except ValueError:
             raise ConfigurationError(f"`{row.flags[0]}` cannot be {given!r}. See `dualdist run --help`.") from None
         for name, text in row.variables.items():
@@ -218,8 +201,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "the number of processes; by default all slots of the hosts"
     add("-np", "--num-proc", dest="size", type=whole_number, metavar="N", help=text)
     add("--backend", choices=DISTRIBUTED_BACKENDS, help="the backend (DUALDIST_BACKEND)")
-    text = "what transfers the backend's data (DUALDIST_TRANSPORT)"
-    add("--transport", choices=TRANSPORTS, help=text)
+    add("--transport", choices=TRANSPORTS, help="what transfers the backend's data (DUALDIST_TRANSPORT)")
     add("--gloo", action="store_const", const="gloo", help="the same as --transport gloo")
     text = "also write the output to DIR/rank.N/stdout and stderr"
     add("--output", "--output-filename", type=Path, metavar="DIR", help=text)
@@ -244,16 +226,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Flux), else this host"
     )
     where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help=text)
-    text = "a file with one `host slots=N` per line"
-    where.add_argument("-hostfile", "--hostfile", metavar="FILE", help=text)
-    add_horovodrun_options(parser)
-    text = "the command that every process runs"
-    add("command", nargs=argparse.REMAINDER, metavar="COMMAND ...", help=text)
+    where.add_argument("-hostfile", "--hostfile", metavar="FILE", help="a file with one `host slots=N` per line")
+    _add_horovodrun_options(parser)
+    add("command", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command that every process runs")
 
 
 def execute(args: argparse.Namespace) -> int:
     """Run the job that `args` describes; return its exit code. Raises ConfigurationError when it cannot start."""
-    options = _options(args, os.environ)
+    command = args.command[args.command[:1] == ["--"] :]
+    if not command:
+        raise ConfigurationError(
+            "COMMAND must be given, but is absent. Write it last: dualdist run -np 2 python train.py"
+        )
+    options = RunOptions(
+        command,
+        _hosts(args, os.environ),
+        args.size,
+        _variables(args, os.environ),
+        args.output,
+        args.timestamps,
+        args.ssh_port,
+        args.ssh_identity_file,
+        args.start_with,
+        read_start_timeout(args.start_timeout, os.environ),
+        args.verbose,
+        has_input=True,
+    )
     _warn_of_several_jobs(os.environ)
     try:
         return run_job(options, os.environ)
@@ -279,28 +277,6 @@ def _warn_of_several_jobs(env: Mapping[str, str]) -> None:
             )
 
 
-def _options(args: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if not command:
-        raise ConfigurationError(
-            "COMMAND must be given, but is absent. Write it last: dualdist run -np 2 python train.py"
-        )
-    return RunOptions(
-        command,
-        _hosts(args, env),
-        args.size,
-        _variables(args, env),
-        args.output,
-        args.timestamps,
-        args.ssh_port,
-        args.ssh_identity_file,
-        args.start_with,
-        read_start_timeout(args.start_timeout, env),
-        args.verbose,
-        has_input=True,
-    )
-
-
 def _hosts(args: argparse.Namespace, env: Mapping[str, str]) -> list[Host]:
     if args.hosts is not None:
         return parse_hosts(args.hosts)
@@ -319,11 +295,9 @@ def _hosts(args: argparse.Namespace, env: Mapping[str, str]) -> list[Host]:
 
 
 def _variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, str]:
-    transport = args.transport
-    if args.gloo:
-        if transport not in (None, args.gloo):
-            raise ConfigurationError(f"`--gloo` and `--transport {transport}` cannot be given together. Leave one out.")
-        transport = args.gloo
+    transport = args.transport or args.gloo
+    if args.gloo and transport != args.gloo:
+        raise ConfigurationError(f"`--gloo` and `--transport {transport}` cannot be given together. Leave one out.")
     chosen = backend_variables(args.backend, transport, args.interfaces, option="--transport", launcher=DUALDIST_RUN)
     backend = args.backend or env.get("DUALDIST_BACKEND") or DEFAULT_BACKEND
     found, ignored = variables_of(args, backend)

@@ -102,7 +102,7 @@ def test_settings_of_horovod_are_reported_as_without_effect_on_torch() -> None:
     assert variables_of(args, "torch") == ({"NCCL_IB_DISABLE": "1"}, ["--cycle-time-ms", "--autotune"])
 
 
-@pytest.mark.parametrize("row", [row for row in TUNING if row.value not in (None, str)], ids=lambda row: row.dest)
+@pytest.mark.parametrize("row", [row for row in TUNING if row.value not in (None, str)], ids=lambda row: row.flags[0])
 def test_the_error_names_the_option_with_a_value_out_of_range(row: Tuning, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-np", "1", "--backend", "horovod", f"{row.flags[0]}=-1", "false"]) == 2
     assert row.flags[0] in capsys.readouterr().err
