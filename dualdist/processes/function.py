@@ -75,8 +75,7 @@ def spawn(
             task=_pickled_call("fn", fn, args, {}, by_value=False),
             has_own_output=False,
         )
-        limit = _limit(timeout)
-    return _results(options, limit)
+    return _results(options, timeout)
 
 
 _ELASTIC = (
@@ -179,8 +178,7 @@ def run(
             and integer("verbose", int(verbose) if isinstance(verbose, bool) else verbose, least=0) > 0,
             task=_pickled_call("func", func, args, {} if kwargs is None else kwargs, by_value=True),
         )
-        limit = _limit(timeout)
-    return _results(options, limit)
+    return _results(options, timeout)
 
 
 def _deprecated(name: str, instead: str) -> None:
@@ -189,10 +187,6 @@ def _deprecated(name: str, instead: str) -> None:
 
 def _size(name: str, value: Any) -> int:
     return integer(name, value, least=1, below=MOST_PROCESSES, fix="Give the number of processes.")
-
-
-def _limit(timeout: float | None) -> float:
-    return math.inf if timeout is None else number("timeout", timeout, above=0, fix="Pass seconds, or None.")
 
 
 def _interfaces(network_interface: Any, network_interfaces: Any) -> list[str]:
@@ -293,12 +287,15 @@ _REAPING_SECONDS = 0.02
 """The reported time of a death may be late by this much. Other ranks may raise meanwhile, because of it."""
 
 
-def _results(options: RunOptions, limit: float) -> list[Any]:
+def _results(options: RunOptions, timeout: float | None) -> list[Any]:
     """Run a job of spawn_child.py's processes, and return what they returned, in rank order.
 
-    Raises the first failure of a rank, TimeoutError after `limit` seconds or when a host does not answer, and
+    Raises the first failure of a rank, TimeoutError after `timeout` seconds or when a host does not answer, and
     ConfigurationError, before it starts anything, when the options do not fit the hosts.
     """
+    with configuration():
+        fix = "Pass seconds, or None."
+        limit = math.inf if timeout is None else number("timeout", timeout, above=0, fix=fix)
     with started(options, os.environ) as job:
         deadline = time.monotonic() + limit
         ranks = [_Rank(rank, job.size) for rank in range(job.size)]
