@@ -18,9 +18,10 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..core.backends import TRANSPORTS, transport_named
 from ..core.meeting.links import INTERFACE, candidates, own_address
@@ -54,14 +55,11 @@ _NAME = r"(?P<name>(?:[A-Za-z0-9_.][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f
 """A host name or address, IPv6 in brackets, with an optional USER@ before it. It cannot be an option of ssh."""
 _ITEM = re.compile(rf"{_NAME}(?::(?P<slots>\d{{1,9}}))?", re.ASCII)
 _WORD = re.compile(r"(?P<key>[a-z_-]+)\s*=\s*(?P<value>\d{1,9})\b", re.ASCII)
-
-
 MOST_PROCESSES = 1 << 16
 """A job has fewer processes."""
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """A host and the number of processes that may run on it."""
 
     name: str
@@ -143,14 +141,13 @@ def _parse_line(content: str, where: str) -> Host:
 
 def merged(hosts: Iterable[Host]) -> list[Host]:
     """Return each host once, with the sum of its slots."""
-    slots: dict[str, int] = {}
+    slots: Counter[str] = Counter()
     for host in hosts:
-        slots[host.name] = slots.get(host.name, 0) + host.slots
-    return [Host(name, count) for name, count in slots.items()]
+        slots[host.name] += host.slots
+    return list(itertools.starmap(Host, slots.items()))
 
 
 # The hosts that a resource manager has allocated to the job in which `dualdist run` was started.
-
 
 _FLUX_SECONDS = 30.0
 _SLURM_COUNTS = ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
@@ -186,7 +183,7 @@ def _slurm(nodes: str, env: Mapping[str, str]) -> list[Host]:
     counts = next(filter(None, (node_counts(env.get(name, "")) for name in _SLURM_COUNTS)), [1] * len(names))
     if len(counts) != len(names):
         raise ValueError(f"there are {len(counts)} numbers of tasks for {len(names)} nodes")
-    return [Host(*pair) for pair in zip(names, counts, strict=True)]
+    return list(map(Host, names, counts))
 
 
 def _host_per_slot(file: str, _: Mapping[str, str]) -> list[Host]:
@@ -217,12 +214,11 @@ def _flux(_: str, env: Mapping[str, str]) -> list[Host]:
     if ended.returncode:
         raise ValueError(f"`{' '.join(command)}` failed: {ended.stderr.strip()}")
     execution = json.loads(ended.stdout)["execution"]
-    cores = {
-        rank: len(_numbers(row["children"]["core"])) for row in execution["R_lite"] for rank in _numbers(row["rank"])
-    }
+    rows = [(row["rank"], len(_numbers(row["children"]["core"]))) for row in execution["R_lite"]]
+    cores = sorted((rank, count) for ranks, count in rows for rank in _numbers(ranks))
     names = [name for entry in execution["nodelist"] for name in host_names(entry)]
     # The nodes are in the order of their brokers' ranks (flux/resource/Rv1Set.py of flux-core 0.88).
-    return [Host(name, cores[rank]) for name, rank in zip(names, sorted(cores), strict=True)]
+    return [Host(name, count) for name, (_, count) in zip(names, cores, strict=True)]
 
 
 def _numbers(idset: str) -> list[int]:

@@ -156,9 +156,8 @@ def copied_variables(*groups: Mapping[str, str], given: Mapping[str, str]) -> di
 # What a job needs before its processes start: its servers, and the processes of each host.
 
 
-@contextlib.contextmanager
-def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[HostJob]]:
-    """Run the servers of a job while the block runs, and yield the part of each host. env: of this process.
+def _prepared(options: RunOptions, env: Mapping[str, str], stack: contextlib.ExitStack) -> list[HostJob]:
+    """Start the servers of a job, which `stack` ends, and return the part of each host. env: of this process.
 
     Raises ConfigurationError when the options do not fit the hosts.
     """
@@ -181,33 +180,31 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
     # As horovodrun does, other hosts get all variables but those of this host.
     exported = {name: value for name, value in common.items() if not re.fullmatch(HOST_VARIABLES, name)}
     worlds = topology([(host, None) for host in hosts])
-    with (
-        MeetingServer(len(hosts), [address], secret) as server,
-        _serve_unchanged_scripts(hosts, worlds, address, first, options.variables, common) as copies,
-    ):
-        own_env: dict[str, dict[int, dict[str, str]]] = defaultdict(dict)
-        for host, world in zip(hosts, worlds, strict=True):
-            own = process_variables(options.launcher, world, f"{address}:{server.port}", secret)
-            own_env[host][world.rank] = copies[world.rank] | own
-        window = max(_SMALLEST_WINDOW, min(_LARGEST_WINDOW, _ALL_WINDOWS // len(own_env)))
-        yield [
-            HostJob(
-                host,
-                agent_command(options.start_with, host, env, address, options.ssh_options)
-                if host in remote
-                else AGENT_COMMAND,
-                options.command,
-                {**(exported if host in remote else common), **options.variables},
-                own_env[host],
-                local=host not in remote,
-                address=address if remote else None,
-                task=options.task,
-                has_own_output=host in remote or options.has_own_output,
-                has_input=options.has_input and host == hosts[0],
-                window=window,
-            )
-            for host in own_env
-        ]
+    server = stack.enter_context(MeetingServer(len(hosts), [address], secret))
+    copies = _serve_unchanged_scripts(hosts, worlds, address, first, options.variables, common, stack)
+    own_env: dict[str, dict[int, dict[str, str]]] = defaultdict(dict)
+    for host, world, copied in zip(hosts, worlds, copies, strict=True):
+        own = process_variables(options.launcher, world, f"{address}:{server.port}", secret)
+        own_env[host][world.rank] = copied | own
+    window = max(_SMALLEST_WINDOW, min(_LARGEST_WINDOW, _ALL_WINDOWS // len(own_env)))
+    return [
+        HostJob(
+            host,
+            agent_command(options.start_with, host, env, address, options.ssh_options)
+            if host in remote
+            else AGENT_COMMAND,
+            options.command,
+            {**(exported if host in remote else common), **options.variables},
+            own_env[host],
+            local=host not in remote,
+            address=address if remote else None,
+            task=options.task,
+            has_own_output=host in remote or options.has_own_output,
+            has_input=options.has_input and host == hosts[0],
+            window=window,
+        )
+        for host in own_env
+    ]
 
 
 # What scripts that do not use dualdist need to join the world of `dualdist run` and `spawn`.
@@ -219,7 +216,6 @@ _LOWEST_PORT, _PORTS = 20000, 10000
 """Ports on other hosts are drawn from these: they are below those that Linux itself assigns."""
 
 
-@contextlib.contextmanager
 def _serve_unchanged_scripts(
     hosts: Sequence[str],
     worlds: Sequence[World],
@@ -227,33 +223,33 @@ def _serve_unchanged_scripts(
     first: str | None,
     given: Mapping[str, str],
     env: Mapping[str, str],
-) -> Iterator[list[dict[str, str]]]:
-    """Yield the variables of each rank, while the block runs.
+    stack: contextlib.ExitStack,
+) -> list[dict[str, str]]:
+    """Return the variables of each rank, which are valid until `stack` ends.
 
     hosts, worlds: of each rank. address: of this machine, at which all processes reach it. first: the address of rank
     0's host; None if it is this machine. given: what the user has set for the processes. env: their other variables.
     """
-    with contextlib.ExitStack() as stack:
-        if first is None:
-            first, port = address, stack.enter_context(reserved_port())
-        else:
-            port = _LOWEST_PORT + secrets.randbelow(_PORTS)
-        rendezvous = interface = None
-        horovod = extension("horovod")
-        if horovod is not None and horovod.is_installed():
-            interface = interface_of(address) if address == LOOPBACK else None
-            http = needed("horovods_store")
-            store = stack.enter_context(http.HttpStore(address, http.horovods_scopes(hosts, worlds)))
-            rendezvous = store.host, store.port
-        agent = agent_variables(OF_LAUNCHER + secrets.token_hex(8), {**env, **given})
-        yield [
-            copied_variables(
-                torchrun_variables(world, hosts, (first, port)) | agent,
-                {} if horovod is None else horovod.horovod_variables(world, rendezvous, host, interface),
-                given=given,
-            )
-            for host, world in zip(hosts, worlds, strict=True)
-        ]
+    if first is None:
+        first, port = address, stack.enter_context(reserved_port())
+    else:
+        port = _LOWEST_PORT + secrets.randbelow(_PORTS)
+    rendezvous = interface = None
+    horovod = extension("horovod")
+    if horovod is not None and horovod.is_installed():
+        interface = interface_of(address) if address == LOOPBACK else None
+        http = needed("horovods_store")
+        store = stack.enter_context(http.HttpStore(address, http.horovods_scopes(hosts, worlds)))
+        rendezvous = store.host, store.port
+    agent = agent_variables(OF_LAUNCHER + secrets.token_hex(8), {**env, **given})
+    return [
+        copied_variables(
+            torchrun_variables(world, hosts, (first, port)) | agent,
+            {} if horovod is None else horovod.horovod_variables(world, rendezvous, host, interface),
+            given=given,
+        )
+        for host, world in zip(hosts, worlds, strict=True)
+    ]
 
 
 def _with_alias(env: Mapping[str, str]) -> dict[str, str]:
@@ -271,16 +267,16 @@ def _with_alias(env: Mapping[str, str]) -> dict[str, str]:
 class Job:
     """The processes of a running job. Their output is written here, and what else happens to them is reported."""
 
-    def __init__(self, options: RunOptions, output: Output, supervisor: Supervisor) -> None:
-        self.output = output
-        self.supervisor = supervisor
-        self.hosts = {agent.job.host: agent.job for agent in supervisor.agents}
-        self.size = sum(len(host_job.own_env) for host_job in self.hosts.values())
+    def __init__(self, options: RunOptions, host_jobs: Sequence[HostJob], stack: contextlib.ExitStack) -> None:
+        self.hosts = {host_job.host: host_job for host_job in host_jobs}
+        self.size = sum(len(host_job.own_env) for host_job in host_jobs)
+        self.output = stack.enter_context(Output(self.size, options.output, timestamps=options.timestamps))
+        self.supervisor = stack.enter_context(Supervisor(host_jobs))
         self.running = set(range(self.size))
         """The ranks of the processes that have not ended."""
         self._options = options
         self._start_by = time.monotonic() + options.start_timeout
-        supervisor.watch(output.reader, output.empty_reader)
+        self.supervisor.watch(self.output.reader, self.output.empty_reader)
 
     def wait(self, until: float) -> list[Event]:
         """Wait for something to happen, and return the new events that are no output.
@@ -327,13 +323,8 @@ def started(options: RunOptions, env: Mapping[str, str]) -> Iterator[Job]:
 
     Raises ConfigurationError, before it starts anything, when the options do not fit the hosts.
     """
-    with _prepared(options, env) as host_jobs:
-        size = sum(len(host_job.own_env) for host_job in host_jobs)
-        with (
-            Output(size, options.output, timestamps=options.timestamps) as output,
-            Supervisor(host_jobs) as supervisor,
-        ):
-            yield Job(options, output, supervisor)
+    with contextlib.ExitStack() as stack:
+        yield Job(options, _prepared(options, env, stack), stack)
 
 
 # `dualdist run`: when a process fails, all others are ended, and its exit code is that of the job. A signal to the
