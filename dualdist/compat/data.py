@@ -37,17 +37,15 @@ class BaseDataLoader:
         return batch
 
 
-class _Failure:
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
 class AsyncDataLoaderMixin:
     """Loads batches ahead in a thread: class AsyncLoader(AsyncDataLoaderMixin, Loader), where Loader has `_iterate`.
 
     async_loader_queue_size: how many batches to load ahead; 0 loads without a thread. The thread goes on with the next
     epoch when one ends. debug_data_loader: print what the thread does. Other arguments are those of the loader.
     """
+
+    _error: Exception | None = None
+    """What the loader has raised in the thread, which has ended then."""
 
     if TYPE_CHECKING:
         # The loader has them.
@@ -77,29 +75,22 @@ class AsyncDataLoaderMixin:
             self._report("is closed")
 
     def __iter__(self) -> Iterator[Any]:
-        if self.async_loader_queue_size <= 0:
-            for batch in self._iterate():
-                yield self._process_batch(batch)
-            return
+        for batch in self._loaded_ahead() if self.async_loader_queue_size > 0 else self._iterate():
+            yield self._process_batch(batch)
+
+    def _loaded_ahead(self) -> Iterator[Any]:
+        """Yield batches of the thread, up to the end of an epoch or of the thread."""
         if not self.started:
             self.started = True
             self.thread.start()
-        while (batch := self._next()) is not None:
-            if isinstance(batch, _Failure):
-                raise batch.error
-            yield self._process_batch(batch)
-
-    def _next(self) -> Any:
-        """Return the next batch, None at the end of an epoch or after `close_async_loader`."""
-        while True:
+        while self.thread.is_alive() or not self.queue.empty():
             with contextlib.suppress(queue.Empty):
                 batch = self.queue.get(timeout=_POLL_SECONDS)
-                if isinstance(batch, _Failure):
-                    # The thread has ended. The next iteration raises the exception again.
-                    self.queue.put(batch)
-                return batch
-            if not self.thread.is_alive() and self.queue.empty():
-                return None
+                if batch is None:
+                    return
+                yield batch
+        if self._error is not None:
+            raise self._error
 
     def _async_worker(self) -> None:
         try:
@@ -111,7 +102,7 @@ class AsyncDataLoaderMixin:
                 self._report("has loaded an epoch")
                 self._put(None)
         except Exception as error:  # the user's loader decides what it raises
-            self._put(_Failure(error))
+            self._error = error
 
     def _put(self, item: Any) -> None:
         while not self.finished_event.is_set():
