@@ -19,13 +19,11 @@ _PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
 
 def host_names(text: str) -> list[str]:
     """Return the names in a list such as node[07-08,20],gpu1, which is node07, node08, node20, gpu1."""
-    entries = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text)
-    return [name for entry in entries for name in _expanded(entry)]
-
-
-def _expanded(entry: str) -> Iterator[str]:
-    parts = [list(numbers_in(ranges)) if ranges else [text] for ranges, text in _PART.findall(entry)]
-    return map("".join, itertools.product(*parts))
+    names: list[str] = []
+    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        parts = [list(numbers_in(ranges)) if ranges else [part] for ranges, part in _PART.findall(entry)]
+        names += map("".join, itertools.product(*parts))
+    return names
 
 
 def numbers_in(ranges: str) -> Iterator[str]:

@@ -31,16 +31,15 @@ def main(argv: Sequence[str]) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """Run the script or module that `argv` names as `__main__`, as it is. Return the exit status."""
-    return _run_module(argv[1], argv[2:]) if argv[0] == "-m" else _run_script(argv[0], argv[1:])
-
-
-def _run_script(path: str, arguments: Sequence[str]) -> int:
+    if argv[0] == "-m":
+        return _run_module(argv[1], argv[2:])
+    path = argv[0]
     if not os.path.isfile(path):
         sys.stderr.write(f"dualdist.compat: SCRIPT must be a file, but {path!r} is not one.\n")
         return 2
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-    sys.argv = [path, *arguments]
+    sys.argv = list(argv)
     script = ModuleType("__main__")
     script.__file__ = os.path.abspath(path)
     script.__loader__ = SourceFileLoader("__main__", script.__file__)

@@ -223,12 +223,9 @@ class AgentConnection:
 
     def read_errors(self) -> bool:
         """Record the errors that ssh prints. Return whether more may follow."""
-        try:
-            data = os.read(self.stderr.fileno(), _CHUNK)
-        except BlockingIOError:
-            return True
-        self._errors = (self._errors + data)[-_CHUNK:]
-        return bool(data)
+        data = self.stderr.read(_CHUNK)  # None: nothing now
+        self._errors = (self._errors + (data or b""))[-_CHUNK:]
+        return bool(data != b"")
 
     def errors(self) -> str:
         """Return the errors that ssh printed, in one line."""
