@@ -28,9 +28,8 @@ from dualdist.core.meeting.server import TEXT, MeetingServer, connected, listene
 from dualdist.core.types import Launch, Settings
 from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
 from dualdist.exec import pmi
-from dualdist.file_board import FileBoard
 from dualdist.horovod.http_store import HttpBoard, HttpStore
-from dualdist.host_board import HostBoard
+from dualdist.local_boards import FileBoard, HostBoard
 from dualdist.mpi import meeting as mpi
 from dualdist.processes.job import LaunchersBoard
 
@@ -197,7 +196,7 @@ def test_process_ids_of_another_namespace_identify_no_job() -> None:
     need_root()
     need_programs("unshare")
     code = (
-        "from dualdist.host_board import host_board; from dualdist.core.types import Launch; "
+        "from dualdist.local_boards import host_board; from dualdist.core.types import Launch; "
         "host_board(Launch('x', sources={'rank': 'A_RANK'}), {})"
     )
     # Beneath a shell, which would be taken for the first process of the host: both have the number 1.

@@ -1,4 +1,4 @@
-"""The ranks of one host meet at a Unix socket, whose name all processes of their job know."""
+"""Where ranks meet that share a host, at a Unix socket whose name they know, or a file that init_method names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 from .core.meeting import ADVICE, Board, ServerAddress, find_launcher_process
 from .core.meeting.server import MeetingServer
@@ -71,3 +72,43 @@ def host_board(launch: Launch, env: Mapping[str, str]) -> Board:
             "identify their job by it, but is not. Share the host's process IDs with containers, or set MASTER_ADDR "
             "and MASTER_PORT for every process."
         ) from error
+
+
+_LONGEST = 1 << 20
+"""How many characters of a file are read: more than an address has."""
+
+
+class FileBoard(PublishedBoard):
+    """A file of one line that belongs to this user, for init_method="file:///path" as in torch.distributed."""
+
+    def __init__(self, launch: Launch, env: Mapping[str, str], path: Path) -> None:
+        super().__init__(launch, env)
+        self._path = path
+
+    def write(self, text: str) -> None:
+        self.read(0.0)
+        with open(self._descriptor(os.O_WRONLY | os.O_TRUNC), "w") as file:
+            file.write(f"{text}\n")
+
+    def read(self, seconds: float) -> str | None:
+        with open(self._descriptor(os.O_RDONLY), errors="replace") as file:
+            text = file.read(_LONGEST)
+        if text not in ("", "[") and not text.startswith('["'):  # no address, and no first part of one
+            raise ConfigurationError(
+                f"{self._path} must be a new file, or one that an earlier start has left, but has other content. "
+                "Choose another file."
+            )
+        return text if text.endswith("\n") else None
+
+    def clear(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def _descriptor(self, mode: int) -> int:
+        # On NFS, only opening it with O_CREAT shows at once whether another host has made it.
+        descriptor = os.open(self._path, mode | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        if os.fstat(descriptor).st_uid != os.getuid():
+            os.close(descriptor)
+            raise ConfigurationError(
+                f"{self._path} must be a file of this user, but is not. Remove it, or choose another file."
+            )
+        return descriptor
