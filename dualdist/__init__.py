@@ -56,7 +56,7 @@ core.register(
         "observation": "dualdist.observation.world:WorldObservation",
         "run_ahead": "dualdist.devices.ahead:Ahead",
         "through_host": "dualdist.devices.through_host:ThroughHost",
-        "process_manager": "dualdist.exec.export:process_managers_board",
+        "process_manager": "dualdist.exec:process_managers_board",
         "sharding": "dualdist.sharding.checkpoints",
         "shared_memory": "dualdist.shared_memory:share_host",
         "sparse_gradients": "dualdist.sparse_allreduce:combined_gradients",

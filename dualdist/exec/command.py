@@ -23,7 +23,7 @@ from pathlib import Path
 from ..core.types import World
 from ..errors import ConfigurationError
 from ..slurm import numbers_in
-from .export import export_environment
+from . import export_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from ..errors import ConfigurationError
-from .export import export_environment
+from . import export_environment
 
 _joined: list[tuple[dist.Store, int, int]] = []
 """The store of this job, which rank 0 serves until its process ends, and this process's rank and size."""
