@@ -18,30 +18,21 @@ from . import __version__
 from .errors import ConfigurationError
 
 _COMMANDS = {
-    "doctor": (
-        "dualdist.doctor.command",
-        "show what was detected, and which backends and transports can start here",
-    ),
-    "exec": (
-        "dualdist.exec.command",
-        "under any launcher: become a torch script, with all variables of torchrun",
-    ),
+    "doctor": ("dualdist.doctor.command", "show what was detected, and which backends and transports can start here"),
+    "exec": ("dualdist.exec.command", "under any launcher: become a torch script, with all variables of torchrun"),
     "hang": (
         "dualdist.observation.hang",
         "say which rank the others wait for, from the files that ranks write when a call fails or stalls",
     ),
     "install-horovod": (
         "dualdist.horovod.install",
-        "build Horovod 0.28.1 for the torch of this environment, and install it",
+        "build Horovod 0.28.1 for this environment's torch and install it",
     ),
     "migrate": (
         "dualdist.migrate.command",
         "say what a script of Horovod, DDP or mpi4py needs to run with dualdist, and change it",
     ),
-    "parity": (
-        "dualdist.parity.command",
-        "run a training script in two ways, and say where and why they first differ",
-    ),
+    "parity": ("dualdist.parity.command", "run a training script in two ways, and say where and why they first differ"),
     "report": (
         "dualdist.observation.report",
         "show how the ranks of a run spent their time, and for which rank the others waited",
@@ -101,7 +92,6 @@ def _drop_lost(stream: TextIO) -> None:
 
 
 def _load(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
-    """Return the module of the subcommand `name`, and its parser."""
     module = importlib.import_module(_COMMANDS[name][0])
     parser = argparse.ArgumentParser(
         prog=f"dualdist {name}",

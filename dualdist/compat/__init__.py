@@ -26,9 +26,8 @@ from typing import NoReturn
 
 from ..copies import add_copies
 from ..core.launch import detect, is_one_host
-from ..core.types import World
 from ..errors import ConfigurationError, NotInitializedError
-from ..horovod import CHILDREN_FOLDER, OVER_GLOO, horovod_variables, replace_horovod
+from ..horovod import CHILDREN_FOLDER, OVER_GLOO, replace_horovod
 
 __all__ = ("MODULES", "HorovodFinder", "export_launch", "install")
 
@@ -47,13 +46,11 @@ def export_launch(env: MutableMapping[str, str]) -> None:
         launch = detect(env)
         fixed = {"HOROVOD_HOSTNAME": socket.gethostname()} | ({} if launch.starts_mpi else OVER_GLOO)
         add_copies({name: value for name, value in fixed.items() if not env.get(name)}, env)
+        numbers = {name: getattr(launch, name) for name in ("rank", "size", "local_rank", "local_size")}
         if is_one_host(launch):
-            world = World(launch.rank, launch.size, launch.rank, launch.size, 0, 1)
-            add_copies(horovod_variables(world), env)
-        else:
-            names = ("rank", "size", "local_rank", "local_size")
-            known = {name: number for name in names if (number := getattr(launch, name)) is not None}
-            add_copies({f"HOROVOD_{name.upper()}": str(number) for name, number in known.items()}, env)
+            numbers |= {"local_rank": launch.rank, "local_size": launch.size, "cross_rank": 0, "cross_size": 1}
+        known = {f"HOROVOD_{name.upper()}": str(number) for name, number in numbers.items() if number is not None}
+        add_copies(known, env)
 
 
 # The import hook: modules with Horovod's names, which contain dualdist's functions of the same names.
@@ -136,7 +133,6 @@ class HorovodFinder(MetaPathFinder, Loader):
 
 
 def _refuse(module: str, name: str) -> NoReturn:
-    """Raise the AttributeError for a name that `module` does not have."""
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     public = "horovod.torch" if module.startswith("horovod.torch.") else module
