@@ -65,7 +65,7 @@ def node_counts(text: str) -> list[int] | None:
 # The others try all of them; they recognise rank 0 because its server proves that it knows the secret.
 
 _NODES = "SLURM_STEP_NODELIST"
-_LOWEST_PORT, _PORTS, _TRIES = 20000, 10000, 8
+LOWEST_PORT, PORTS, _TRIES = 20000, 10000, 8
 """The lowest port, the number of ports, and how many to try. All are below the ports that Linux itself assigns."""
 _SCONTROL_SECONDS = 10.0
 
@@ -77,7 +77,7 @@ def slurm_board(rank: int, env: Mapping[str, str]) -> Board | None:
     job = "/".join(env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     digest = hashlib.sha256(job.encode()).digest()
     start = int.from_bytes(digest[:4], "big")
-    ports = [_LOWEST_PORT + (start + 1237 * number) % _PORTS for number in range(_TRIES)]
+    ports = [LOWEST_PORT + (start + 1237 * number) % PORTS for number in range(_TRIES)]
     first = host_names(env[_NODES])[0]
     is_there = rank == 0 or env.get("SLURM_NODEID") == "0"
     return KnownBoard(

@@ -91,11 +91,6 @@ class Event:
     it could not start). LOST: error (what happened to its host)."""
 
 
-def portable(text: str) -> str:
-    """Return `text` in a form that JSON carries without loss, whatever its bytes are."""
-    return os.fsencode(text).decode("latin-1")
-
-
 def describe_exit(code: int) -> str:
     """Return in words how a process ended. code: as in subprocess, minus the signal that ended it."""
     if code >= 0:
@@ -169,17 +164,14 @@ class AgentConnection:
         self.send(b"input %d\n%b" % (len(data), data))
 
     def grant(self) -> None:
-        """Let the agent send as many more bytes of output as were read since the last grant."""
         if self._taken >= self.job.window // 2:
             self.send(b"grant %d\n" % self._taken)
             self._taken = 0
 
     def send(self, command: bytes) -> None:
-        """Send a command (see Agent._listen). Does not wait."""
         self._outbox.put(command)
 
     def end(self, number: int, grace: float) -> None:
-        """Ask every process to end by signal `number`. Those alive after `grace` seconds are killed."""
         if not self.greeted:
             # Ends the agent or its ssh. An agent that still starts on another host finds the end of its input and ends.
             self._kill()
@@ -228,7 +220,6 @@ class AgentConnection:
         return bool(data != b"")
 
     def errors(self) -> str:
-        """Return the errors that ssh printed, in one line."""
         return "; ".join(self._errors.decode(errors="replace").splitlines()).strip("; ")
 
     def _why_lost(self) -> str:
@@ -271,10 +262,10 @@ def _first_message(job: HostJob, token: str, files: Mapping[int, int]) -> bytes:
         raise ConfigurationError("The working directory must exist, but was removed. Change to another one.") from None
     request = {
         "token": token,
-        "argv": [portable(argument) for argument in job.command],
-        "cwd": portable(folder),
-        "env": _portable(job.env),
-        "own_env": {str(rank): _portable(env) for rank, env in job.own_env.items()},
+        "argv": list(map(_portable, job.command)),
+        "cwd": _portable(folder),
+        "env": _portable_env(job.env),
+        "own_env": {str(rank): _portable_env(env) for rank, env in job.own_env.items()},
         "inherit": not job.local,
         "parent": os.getpid() if job.local else None,
         "silence": 0 if job.local else _SILENCE_SECONDS,
@@ -289,8 +280,13 @@ def _first_message(job: HostJob, token: str, files: Mapping[int, int]) -> bytes:
     return b"%d\n%b%d\n%b%b" % (len(source), source, len(text), text, job.task or b"")
 
 
-def _portable(env: Mapping[str, str]) -> dict[str, str]:
-    return {portable(name): portable(value) for name, value in env.items()}
+def _portable(text: str) -> str:
+    """Return `text` in a form that JSON carries without loss, whatever its bytes are."""
+    return os.fsencode(text).decode("latin-1")
+
+
+def _portable_env(env: Mapping[str, str]) -> dict[str, str]:
+    return {_portable(name): _portable(value) for name, value in env.items()}
 
 
 def _read_input() -> bytes:
@@ -372,7 +368,7 @@ class Supervisor:
             connection.grant()
 
     def send(self, command: bytes) -> None:
-        """Send a command to all agents (see Agent._listen)."""
+        """Send a command to all agents (see Agent._listen). Does not wait."""
         for connection in self.agents:
             connection.send(command)
 

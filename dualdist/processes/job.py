@@ -28,6 +28,7 @@ from ..core.meeting.server import MeetingServer, reserved_port
 from ..core.types import World
 from ..errors import ConfigurationError
 from ..site_launcher import NAMED_BY
+from ..slurm import LOWEST_PORT, PORTS
 from .agent import ENDED, ENDING_SIGNALS, LOST, PASSED_SIGNALS, STARTED, STDERR, STDOUT, grace_of
 from .agent_connection import AGENT_COMMAND, Event, HostJob, Supervisor, describe_exit
 from .hosts import (
@@ -76,7 +77,6 @@ class RunOptions:
 
     @property
     def ssh_options(self) -> list[str]:
-        """The options for ssh."""
         options = ["-o", f"ConnectTimeout={max(1, int(self.start_timeout) - 1)}"]
         options += ["-p", str(self.ssh_port)] if self.ssh_port is not None else []
         return options + (["-i", self.ssh_identity] if self.ssh_identity is not None else [])
@@ -212,9 +212,6 @@ def _prepared(options: RunOptions, env: Mapping[str, str], stack: contextlib.Exi
 # A script with `import horovod.torch` needs an HTTP server where Horovod's controllers meet; without Horovod installed,
 # dualdist.compat replaces it. A script with torch.distributed needs an address for rank 0's store.
 
-_LOWEST_PORT, _PORTS = 20000, 10000
-"""Ports on other hosts are drawn from these: they are below those that Linux itself assigns."""
-
 
 def _serve_unchanged_scripts(
     hosts: Sequence[str],
@@ -233,7 +230,7 @@ def _serve_unchanged_scripts(
     if first is None:
         first, port = address, stack.enter_context(reserved_port())
     else:
-        port = _LOWEST_PORT + secrets.randbelow(_PORTS)
+        port = LOWEST_PORT + secrets.randbelow(PORTS)
     rendezvous = interface = None
     horovod = extension("horovod")
     if horovod is not None and horovod.is_installed():

@@ -46,7 +46,6 @@ class Sink:
 
     @property
     def size(self) -> int:
-        """Number of bytes that are not written yet."""
         return self._given - self._written
 
     def put(self, data: bytes) -> None:
@@ -92,8 +91,7 @@ class _Lines:
 
     def __init__(self, prefix: str, sink: Sink, copy: IO[bytes] | None, timestamps: bool) -> None:
         self._prefix = prefix
-        self._put = sink.put
-        self._redraws = sink.redraws
+        self._sink = sink
         self._copy = copy
         self._timestamps = timestamps
         self._rest = bytearray()
@@ -120,7 +118,7 @@ class _Lines:
         """Write pieces of the lines that are too long; return the rest of `data`."""
         while len(self._rest) + len(_LINE_END.split(data, maxsplit=1)[0]) > LONGEST_LINE:
             room = LONGEST_LINE - len(self._rest)
-            self._put(self._context() + self._rest + data[:room] + CUT)
+            self._sink.put(self._context() + self._rest + data[:room] + CUT)
             self._rest.clear()
             data = data[room:]
         return data
@@ -129,21 +127,21 @@ class _Lines:
         """Write whole lines. One pass over the text for each kind of line end is 20 times as fast as one per line."""
         context = self._context()
         if b"\r" in text:
-            end = b"\r" + context if self._redraws else b"\n"
+            end = b"\r" + context if self._sink.redraws else b"\n"
             text = _RETURN.sub(lambda _: end, _EMPTY_UPDATE.sub(b"", text))
         if text:
             # The last prefix is removed: that line has not begun.
-            self._put((context + text.replace(b"\n", b"\n" + context))[: -len(context)])
+            self._sink.put((context + text.replace(b"\n", b"\n" + context))[: -len(context)])
 
     def close(self) -> None:
         if self._rest:
-            self._put(self._context() + self._rest + b"\n")
+            self._sink.put(self._context() + self._rest + b"\n")
         self._rest.clear()
         if self._copy is not None:
             self._copy.close()
 
     def _context(self) -> bytes:
-        erase = "\x1b[K" if self._redraws else ""
+        erase = "\x1b[K" if self._sink.redraws else ""
         return f"{erase}{time.asctime() if self._timestamps else ''}{self._prefix}".encode()
 
 
@@ -203,7 +201,6 @@ class Output:
         return sum(sink.size for sink in set(self._sinks.values()))
 
     def empty_reader(self) -> bool:
-        """Empty `reader` and return True."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.reader, 1 << 16)
         return True
@@ -220,7 +217,6 @@ class Output:
             self._streams.pop(key).close()
 
     def end_lines(self) -> None:
-        """Close every rank."""
         for rank, _ in sorted(self._streams):
             self.close_rank(rank)
 
