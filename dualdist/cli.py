@@ -24,10 +24,7 @@ _COMMANDS = {
         "dualdist.observation.hang",
         "say which rank the others wait for, from the files that ranks write when a call fails or stalls",
     ),
-    "install-horovod": (
-        "dualdist.horovod.install",
-        "build Horovod 0.28.1 for this environment's torch and install it",
-    ),
+    "install-horovod": ("dualdist.horovod.install", "build Horovod 0.28.1 for this environment's torch and install it"),
     "migrate": (
         "dualdist.migrate.command",
         "say what a script of Horovod, DDP or mpi4py needs to run with dualdist, and change it",

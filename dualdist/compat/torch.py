@@ -192,12 +192,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     ) -> Any:
         """Return the normalized `input`, and update the running statistics. Collective."""
         layer = SyncBatchNorm(
-            input.shape[1],
-            eps,
-            momentum,
-            affine=False,
-            track_running_stats=running_mean is not None,
-            device="meta",
+            input.shape[1], eps, momentum, affine=False, track_running_stats=running_mean is not None, device="meta"
         )
         layer.running_mean, layer.running_var = running_mean, running_var
         normalized = layer(input)

@@ -108,10 +108,7 @@ def _job(env: Mapping[str, str]) -> Iterator[tuple[Launch, Callable[[float], Boa
 
 
 def _agreed(
-    launch: Launch,
-    env: Mapping[str, str],
-    gather: Gather,
-    prepare: Callable[[World], Mapping[str, str]] | None,
+    launch: Launch, env: Mapping[str, str], gather: Gather, prepare: Callable[[World], Mapping[str, str]] | None
 ) -> dict[str, str]:
     """Return the variables of this process. Collective over the launched processes."""
     port = _held.enter_context(reserved_port(stays_after_exec=True)) if launch.rank == 0 else None

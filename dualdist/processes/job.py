@@ -31,16 +31,7 @@ from ..site_launcher import NAMED_BY
 from ..slurm import LOWEST_PORT, PORTS
 from .agent import ENDED, ENDING_SIGNALS, LOST, PASSED_SIGNALS, STARTED, STDERR, STDOUT, grace_of
 from .agent_connection import AGENT_COMMAND, Event, HostJob, Supervisor, describe_exit
-from .hosts import (
-    DEFAULT_STARTER,
-    HOST_VARIABLES,
-    Host,
-    address_of,
-    address_towards,
-    agent_command,
-    assign,
-    is_local,
-)
+from .hosts import DEFAULT_STARTER, HOST_VARIABLES, Host, address_of, address_towards, agent_command, assign, is_local
 from .output import MOST_UNWRITTEN, Output
 
 _ALL_WINDOWS, _LARGEST_WINDOW, _SMALLEST_WINDOW = 64 << 20, 1 << 20, 64 << 10
