@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from .core.launch.launchers import OUTERMOST, SITE, Launcher
 from .errors import ConfigurationError
@@ -21,7 +22,7 @@ def site_launcher(env: Mapping[str, str]) -> Launcher | None:
 
     Raises ConfigurationError when the rank or the size is not named, or a variable that is named is absent.
     """
-    names = {field: env[setting] for field, setting in NAMED_BY.items() if env.get(setting)}
+    names: dict[str, Any] = {field: env[setting] for field, setting in NAMED_BY.items() if env.get(setting)}
     if not names:
         return None
     for field in ("rank", "size"):
@@ -37,13 +38,4 @@ def site_launcher(env: Mapping[str, str]) -> Launcher | None:
                 f"`{name}` must be set, because {NAMED_BY[field]} names it, but is absent. Start with the launcher "
                 f"that sets it, unset {NAMED_BY[field]}, or set DUALDIST_LAUNCHER=python to run a single process."
             )
-    return Launcher(
-        SITE,
-        rank=names["rank"],
-        size=names["size"],
-        local_rank=names.get("local_rank"),
-        local_size=names.get("local_size"),
-        markers=(NAMED_BY["rank"],),
-        inside=OUTERMOST,
-        is_command=False,
-    )
+    return Launcher(SITE, markers=(NAMED_BY["rank"],), inside=OUTERMOST, is_command=False, **names)

@@ -47,9 +47,6 @@ _CHUNK = 1 << 16
 _READ_BYTES = 1 << 20
 """Size of a read from the agent, and of the pipe to it."""
 
-_LONGEST_GREETING = 1 << 16
-"""Bytes that a login shell may print before the agent's first output."""
-
 
 @dataclass(frozen=True)
 class HostJob:
@@ -112,6 +109,7 @@ class AgentConnection:
         self._errors = b""
         """The standard error of the agent or ssh."""
         self._token = secrets.token_hex(16)
+        """The agent's first output. A login shell may print something before."""
         self._buffer = bytearray()
         self._unended = set(job.own_env)
         self._taken = 0
@@ -200,12 +198,9 @@ class AgentConnection:
         data = os.read(self.stdout.fileno(), _READ_BYTES)
         self._buffer += data
         if not self.greeted:
-            position = self._buffer.find(self._token.encode())
-            if position >= 0:
-                self.greeted = True
-                del self._buffer[: position + len(self._token)]
-            elif len(self._buffer) > _LONGEST_GREETING:
-                del self._buffer[: -len(self._token)]
+            _, token, rest = self._buffer.partition(self._token.encode())
+            self.greeted = bool(token)
+            self._buffer = rest if token else self._buffer[-len(self._token) :]
         if self.greeted:
             yield from self._messages()
         if not data:
