@@ -203,10 +203,14 @@ class AgentConnection:
             self._buffer = rest if token else self._buffer[-len(self._token) :]
         if self.greeted:
             yield from self._messages()
-        if not data:
-            self.open = False
-            for rank in sorted(self._unended):
-                yield Event(LOST, rank, self.job.host, facts={"error": self._why_lost()})
+        self.open = bool(data)
+        if self._unended and not self.open:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(_LAST_ERRORS_SECONDS)
+            self.read_errors()
+            happened = "the connection was lost" if self.greeted else "it could not be reached"
+            facts = {"error": ": ".join(filter(None, (happened, self.errors())))}
+            yield from (Event(LOST, rank, self.job.host, facts=facts) for rank in sorted(self._unended))
 
     def read_errors(self) -> bool:
         """Record the errors that ssh prints. Return whether more may follow."""
@@ -216,14 +220,6 @@ class AgentConnection:
 
     def errors(self) -> str:
         return "; ".join(self._errors.decode(errors="replace").splitlines()).strip("; ")
-
-    def _why_lost(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.popen.wait(_LAST_ERRORS_SECONDS)
-        self.read_errors()
-        errors = self.errors()
-        happened = "the connection was lost" if self.greeted else "it could not be reached"
-        return f"{happened}: {errors}" if errors else happened
 
     def _messages(self) -> Iterator[Event]:
         end = 0

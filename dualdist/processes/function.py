@@ -162,14 +162,13 @@ def run(
         if np is not None:
             _deprecated("np", "num_proc")
         size = _size("num_proc", num_proc) if np is None else _size("np", np)
-        interfaces = _interfaces(network_interface, network_interfaces)
         if start_timeout is None:
             start_timeout = read_start_timeout(None, os.environ)
         options = RunOptions(
             child_command(None if executable is None else str(path("executable", executable))),
             _hosts(hosts, hostfile, size),
             size,
-            _variables(backend, transport, interfaces, env, DUALDIST_RUN),
+            _variables(backend, transport, _interfaces(network_interface, network_interfaces), env, DUALDIST_RUN),
             None if output_filename is None else path("output_filename", output_filename),
             ssh_port=None if ssh_port is None else integer("ssh_port", ssh_port, least=1, below=1 << 16),
             ssh_identity=None if ssh_identity_file is None else str(path("ssh_identity_file", ssh_identity_file)),
@@ -347,7 +346,7 @@ class _Rank:
         """Follow an event of this rank. is_here: whether it runs on this machine, so that its clock is this one's."""
         if event.kind == RESULT:
             self._data += event.data
-            if len(self._data) >= 8 and len(self._data) == 8 + int.from_bytes(self._data[:8], "big"):
+            if len(self._data) == 8 + int.from_bytes(self._data[:8], "big"):
                 kind, moment, content = pickle.loads(memoryview(self._data)[8:])
                 self._data.clear()
                 if kind == spawn_child.RETURNED:
@@ -360,10 +359,9 @@ class _Rank:
 
     def _raised(self, moment: float, pickled: bytes | None, text: str) -> _Failure:
         """Return the failure of a rank that has sent its exception, or only the text of it."""
-        if pickled is None:
-            line = text.strip().splitlines()[-1]
-            error: BaseException = ProcessEndedError(f"Rank {self._rank} raised {line}", self._rank, None)
-        else:
+        line = text.strip().splitlines()[-1]
+        error: BaseException = ProcessEndedError(f"Rank {self._rank} raised {line}", self._rank, None)
+        if pickled is not None:
             error = pickle.loads(pickled)
         error.__cause__ = _RankTraceback(f"Rank {self._rank} of {self._size}:\n{text}")
         return moment, error
