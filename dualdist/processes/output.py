@@ -94,34 +94,21 @@ class _Lines:
         self._sink = sink
         self._copy = copy
         self._timestamps = timestamps
-        self._rest = bytearray()
-        """The start of a line whose end has not arrived."""
-        self._return = b""
-        """A carriage return at the end of what was written. The next byte shows whether it is one of \\r\\n."""
+        self._rest = b""
+        """The start of a line whose end has not arrived. A last \\r may be one of \\r\\n: the next byte shows it."""
 
     def write(self, data: bytes) -> None:
         if self._copy is not None:
             self._copy.write(data)
             self._copy.flush()
-        data = self._return + data
-        self._return = data[-1:] if data.endswith(b"\r") else b""
-        data = data[: len(data) - len(self._return)]
-        if len(self._rest) + len(data) > LONGEST_LINE:
-            data = self._cut(data)
-        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        data = self._rest + data
+        while len(data) > LONGEST_LINE and len(_LINE_END.split(data, maxsplit=1)[0]) > LONGEST_LINE:
+            self._sink.put(self._context() + data[:LONGEST_LINE] + CUT)
+            data = data[LONGEST_LINE:]
+        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
         if end:
-            self._put_lines(bytes(self._rest) + data[:end])
-            self._rest.clear()
-        self._rest += data[end:]
-
-    def _cut(self, data: bytes) -> bytes:
-        """Write pieces of the lines that are too long; return the rest of `data`."""
-        while len(self._rest) + len(_LINE_END.split(data, maxsplit=1)[0]) > LONGEST_LINE:
-            room = LONGEST_LINE - len(self._rest)
-            self._sink.put(self._context() + self._rest + data[:room] + CUT)
-            self._rest.clear()
-            data = data[room:]
-        return data
+            self._put_lines(data[:end])
+        self._rest = data[end:]
 
     def _put_lines(self, text: bytes) -> None:
         """Write whole lines. One pass over the text for each kind of line end is 20 times as fast as one per line."""
@@ -134,9 +121,8 @@ class _Lines:
             self._sink.put((context + text.replace(b"\n", b"\n" + context))[: -len(context)])
 
     def close(self) -> None:
-        if self._rest:
-            self._sink.put(self._context() + self._rest + b"\n")
-        self._rest.clear()
+        if rest := self._rest.removesuffix(b"\r"):
+            self._sink.put(self._context() + rest + b"\n")
         if self._copy is not None:
             self._copy.close()
 
