@@ -151,8 +151,7 @@ def DistributedOptimizer(*args: Any, **kwargs: Any) -> _DistributedOptimizer:
     result._parameter_names = MappingProxyType({param: name for name, param in names})
     result._compression = options["compression"]
     result._groups = options["groups"] if options["groups"] is not None else options["num_groups"] or None
-    shown = ("op", "gradient_predivide_factor", "sparse_as_dense", "process_set", "backward_passes_per_step")
-    for name in shown:
+    for name in ("op", "gradient_predivide_factor", "sparse_as_dense", "process_set", "backward_passes_per_step"):
         setattr(result, name, options[name])
     result.register_step_pre_hook(_warn_before_step)
     return result

@@ -50,8 +50,7 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
         is_torchrun = RUN_ID in env and launch.sources.get("rank") == "RANK"
         # A launcher that was started since then has not set the copies.
         place = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
-        is_ours = RUN_ID in names_of_copies(os.environ)
-        is_ours = is_ours and not os.environ[RUN_ID].startswith(OF_LAUNCHER)
+        is_ours = RUN_ID in names_of_copies(os.environ) and not os.environ[RUN_ID].startswith(OF_LAUNCHER)
         is_set = is_ours and place == (f"{launch.rank}", f"{launch.size}")
         if is_torchrun and prepare is not None:
             os.environ.update(prepare(World(*[int(env[name]) for name in _OF_TORCHRUN])))

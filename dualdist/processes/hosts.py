@@ -88,11 +88,8 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
     max_slots and max-slots are ignored: a host never runs more processes than its slots.
     Raises ConfigurationError, with the number of the line, for any other form, and when there is no host.
     """
-    hosts = []
-    for number, line in enumerate(text.splitlines(), 1):
-        content = line.partition("#")[0].strip()
-        if content:
-            hosts.append(_parse_line(content, f"{path}:{number}"))
+    lines = [(f"{path}:{number}", line.partition("#")[0]) for number, line in enumerate(text.splitlines(), 1)]
+    hosts = [_parse_line(content.strip(), where) for where, content in lines if content.strip()]
     if not hosts:
         raise ConfigurationError(f"The host file {path} must name a host, but names none. Write `host slots=4` lines.")
     return merged(hosts)

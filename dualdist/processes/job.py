@@ -164,7 +164,11 @@ def _prepared(options: RunOptions, env: Mapping[str, str], stack: contextlib.Exi
     address = address_towards(remote[0], env, interface) if remote else LOOPBACK
     first = address_of(hosts[0], env) if hosts[0] in remote else None
     secret = secrets.token_bytes(32)
-    common = _with_alias(without_launchers(env))
+    common = without_launchers(env)
+    horovod = extension("horovod")
+    if horovod is not None and not horovod.is_installed():
+        # Then `import horovod` imports dualdist.compat.
+        common["PYTHONPATH"] = os.pathsep.join(filter(None, [common.get("PYTHONPATH"), horovod.CHILDREN_FOLDER]))
     if options.has_own_output:
         # Python's buffer delays the output, so horovodrun sets PYTHONUNBUFFERED too.
         common |= {"PYTHONUNBUFFERED": common.get("PYTHONUNBUFFERED") or "1"}
@@ -238,15 +242,6 @@ def _serve_unchanged_scripts(
         )
         for host, world in zip(hosts, worlds, strict=True)
     ]
-
-
-def _with_alias(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env`, in which `import horovod` imports dualdist.compat if Horovod is not installed."""
-    horovod = extension("horovod")
-    if horovod is None or horovod.is_installed():
-        return dict(env)
-    folders = [*filter(None, [env.get("PYTHONPATH")]), horovod.CHILDREN_FOLDER]
-    return {**env, "PYTHONPATH": os.pathsep.join(folders)}
 
 
 # A running job.
