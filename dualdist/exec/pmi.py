@@ -34,16 +34,13 @@ _held = contextlib.ExitStack()
 class ProcessManager(ABC):
     """The connection of this process to its process manager, which keeps a text for each key."""
 
-    waits_for_all = False
-    """Whether a process can read what others have put only when all have arrived."""
-
     @abstractmethod
     def put(self, key: str, text: str, seconds: float) -> None:
         """Let all processes of the job read `text`, which has no blanks. Raises TimeoutError."""
 
     @abstractmethod
     def get(self, rank: int, key: str, seconds: float) -> str | None:
-        """Return what `rank` has put, None if that is not known yet. Raises TimeoutError.
+        """Return what `rank` has put, None if that is not known yet. Raises TimeoutError if it waits for all processes.
 
         seconds: to wait for it. 0: return what an earlier program in the place of this one, `rank`, has put.
         """
@@ -107,9 +104,7 @@ class PmiBoard(PublishedBoard):
         try:
             return self._manager.get(0, _key_of(0, self._number), seconds)
         except TimeoutError:
-            if self._manager.waits_for_all:
-                raise self._error() from None
-        return None
+            raise self._error() from None
 
     def _error(self) -> ConfigurationError:
         return ConfigurationError(
@@ -127,8 +122,6 @@ def _key_of(rank: int, number: int) -> str:
 
 class Pmi1(ProcessManager):
     """hydra's or Flux's. Afterwards a relay connects this process to it, where the next program can begin again."""
-
-    waits_for_all = True
 
     def __init__(self) -> None:
         self._descriptor = int(os.environ[_DESCRIPTOR])
@@ -246,8 +239,10 @@ class Pmix(ProcessManager):
 
     def get(self, rank: int, key: str, seconds: float) -> str | None:
         # Without "immediate", the server waits for a key that is absent.
-        value = in_time(lambda: self._get(rank, key, not seconds), seconds or _MANAGER_SECONDS)
-        return None if value is None else str(value.data.string.decode())
+        with contextlib.suppress(TimeoutError):
+            value = in_time(lambda: self._get(rank, key, not seconds), seconds or _MANAGER_SECONDS)
+            return None if value is None else str(value.data.string.decode())
+        return None
 
     def _get(self, rank: int, key: str, immediate: bool = False) -> _Value | None:
         process, found = _Process(self._own.namespace, rank), ctypes.POINTER(_Value)()
