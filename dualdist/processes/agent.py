@@ -200,16 +200,14 @@ class Agent:
     def _pass_on(self) -> None:
         """Send what the processes have written, and report those that have ended."""
         selector = self._idle if self._sent >= self._granted else self._selector
-        ready = [key for key, _ in selector.select()]
-        for key in ready:
+        # Reaping closes pipes, so it is last.
+        for key, _ in sorted(selector.select(), key=lambda ready: ready[0].data is None):
             if key.data is not None:
                 self._copy(*key.data)
-        # Reaping closes pipes, so it is last.
-        for key in ready:
-            if key.data is None:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(key.fd, _CHUNK)
-                self._reap()
+                continue
+            with contextlib.suppress(BlockingIOError):
+                os.read(key.fd, _CHUNK)
+            self._reap()
 
     def _copy(self, rank: int, kind: int, pipe: IO[bytes]) -> int:
         """Send one chunk of a process's output. Return its length, 0 when there is none now."""
@@ -233,19 +231,15 @@ class Agent:
 
     def _reap(self) -> None:
         """Report each process that has ended, after the last of its output. Adopted orphans are not reported."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if pid in self._running:
-                rank, child = self._running.pop(pid)
-                # Popen would wait for the process again if it did not know the code.
-                child.returncode = os.waitstatus_to_exitcode(status)
-                self._drain(rank)
-                self._report(ENDED, rank, {"code": child.returncode, "time": time.monotonic(), "error": None})
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                if pid in self._running:
+                    rank, child = self._running.pop(pid)
+                    # Popen would wait for the process again if it did not know the code.
+                    child.returncode = os.waitstatus_to_exitcode(status)
+                    self._drain(rank)
+                    self._report(ENDED, rank, {"code": child.returncode, "time": time.monotonic(), "error": None})
 
     def _report(self, kind: int, rank: int, facts: dict[str, Any]) -> None:
         self._send(kind, rank, json.dumps(facts).encode())
