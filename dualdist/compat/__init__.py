@@ -65,10 +65,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod": ("dualdist:run", "dualdist.compat:__version__"),
     "horovod.common": (),
     "horovod.common.basics": (_COMMON,),
-    "horovod.common.elastic": ("dualdist.elastic", _ELASTIC, f"{_COMMON}:HorovodInternalError"),
-    "horovod.common.exceptions": (_COMMON,),
+    "horovod.common.elastic": ("dualdist.elastic", _ELASTIC, "dualdist:HorovodInternalError"),
+    "horovod.common.exceptions": (_COMMON, "dualdist.errors"),
     "horovod.common.process_sets": _PROCESS_SETS,
-    "horovod.common.util": (_COMMON,),
+    "horovod.common.util": (_COMMON, f"{_COMMON}:_cache"),
     "horovod.data": ("dualdist.compat.data",),
     "horovod.data.data_loader_base": ("dualdist.compat.data",),
     "horovod.runner": ("dualdist:run",),
@@ -83,13 +83,19 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "horovod.torch.elastic": ("dualdist.elastic", _ELASTIC, f"{_COMMON}:init", "dualdist:shutdown"),
     "horovod.torch.elastic.sampler": ("dualdist.elastic", "dualdist:rank", "dualdist:size"),
-    "horovod.torch.elastic.state": (*_API, "dualdist.elastic", _ELASTIC),
+    "horovod.torch.elastic.state": (
+        *(*_API, "dualdist.elastic", _ELASTIC),
+        *(f"{_ELASTIC}:{name}" for name in ("_get_handler", "_get_handlers", "_union")),
+    ),
     "horovod.torch.functions": _API,
-    "horovod.torch.mpi_ops": (*_API, _COMMON, _TORCH),
+    "horovod.torch.mpi_ops": (*_API, _COMMON, f"{_COMMON}:_basics", _TORCH),
     "horovod.torch.optimizer": (*_API, _TORCH, f"{_COMMON}:split_list"),
     "horovod.torch.sync_batch_norm": (*_API, _TORCH),
 }
-"""Horovod's module -> the modules of dualdist with its names, or MODULE:NAME for one name. The later of two wins."""
+"""Horovod's module -> the modules of dualdist with its names, or MODULE:NAME for one name. The later of two wins.
+
+Without `__all__`, the public names that a module itself defines are its names.
+"""
 
 _INSTEAD = {
     "horovod.spark": "Use dualdist.run, or Spark's TorchDistributor with a function that calls hvd.init().",
@@ -122,7 +128,8 @@ class HorovodFinder(MetaPathFinder, Loader):
         for entry in MODULES[module.__name__]:
             path, _, only = entry.partition(":")
             source = importlib.import_module(path)
-            public = [name for name in dir(source) if not name.startswith("_")]
+            own = [name for name, value in vars(source).items() if getattr(value, "__module__", path) == path]
+            public = [name for name in own if not name.startswith("_")]
             for name in [only] if only else getattr(source, "__all__", public):
                 if not isinstance(getattr(source, name), ModuleType):
                     setattr(module, name, getattr(source, name))

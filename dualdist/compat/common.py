@@ -26,39 +26,7 @@ from ..elastic import HostsUpdatedInterrupt
 from ..errors import HorovodInternalError
 from ..horovod import horovod_variables
 
-__all__ = (
-    "EXTENSIONS",
-    "HorovodBasics",
-    "HorovodInternalError",
-    "HorovodVersionMismatchError",
-    "HostsUpdatedInterrupt",
-    "_basics",
-    "_cache",
-    "ccl_built",
-    "check_extension",
-    "check_installed_version",
-    "cuda_built",
-    "ddl_built",
-    "env",
-    "extension_available",
-    "get_average_backwards_compatibility_fun",
-    "get_ext_suffix",
-    "get_extension_full_path",
-    "get_version_mismatch_message",
-    "gloo_built",
-    "gpu_available",
-    "handle_average_backwards_compatibility",
-    "init",
-    "is_iterable",
-    "is_version_greater_equal_than",
-    "mpi_built",
-    "nccl_built",
-    "num_rank_is_power_2",
-    "rocm_built",
-    "split_list",
-)
-
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @functools.wraps(dualdist.init)
@@ -183,7 +151,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
-def split_list(items: Sequence[T], count: int) -> list[Sequence[T]]:
+def split_list(items: Sequence[_T], count: int) -> list[Sequence[_T]]:
     """Return `items` in `count` parts. If they cannot be equal, the first ones are longer by one."""
     size, more = divmod(len(items), count)
     ends = [part * size + min(part, more) for part in range(count + 1)]

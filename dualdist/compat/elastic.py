@@ -10,18 +10,7 @@ from typing import Any, TypeVar
 from .. import elastic
 from ..elastic import State, StateHandler, get_handler_registry
 
-__all__ = (
-    "HostUpdateResult",
-    "WorkerNotificationManager",
-    "_get_handler",
-    "_get_handlers",
-    "_union",
-    "notification_manager",
-    "run",
-    "run_fn",
-)
-
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class HostUpdateResult(enum.IntFlag):
@@ -60,11 +49,11 @@ notification_manager = WorkerNotificationManager()
 """States register here while `run` runs."""
 
 
-def _listening(func: Callable[..., T]) -> Callable[..., T]:
+def _listening(func: Callable[..., _T]) -> Callable[..., _T]:
     """Return `func` with its state, the first argument, registered at the notification manager meanwhile."""
 
     @functools.wraps(func)
-    def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> _T:
         notification_manager.init()
         notification_manager.register_listener(state)
         try:
@@ -75,12 +64,12 @@ def _listening(func: Callable[..., T]) -> Callable[..., T]:
     return wrapper
 
 
-def run(func: Callable[..., T]) -> Callable[..., T]:
+def run(func: Callable[..., _T]) -> Callable[..., _T]:
     """Decorate a training function as dualdist.elastic.run does."""
     return _listening(elastic.run(func))
 
 
-def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T]:
+def run_fn(func: Callable[..., _T], reset: Callable[[], None]) -> Callable[..., _T]:
     """Do what `run` does, but call `reset` to join the world again."""
     return _listening(elastic.run_fn(func, reset))
 
