@@ -91,11 +91,10 @@ def _pickled(error: BaseException) -> bytes | None:
 
 def _traceback(error: BaseException) -> str:
     """Return the traceback that Python prints for `error`, without the frames of this file."""
-    shown = traceback.TracebackException.from_exception(error)
-    own = [index for index, frame in enumerate(shown.stack) if frame.filename == __file__]
-    if len(own) < len(shown.stack):
-        del shown.stack[: max(own, default=-1) + 1]
-    return "".join(shown.format())
+    shown = error.__traceback__
+    while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
+        shown = shown.tb_next
+    return "".join(traceback.format_exception(type(error), error, shown or error.__traceback__))
 
 
 def _send(result: int, message: tuple[str, float, Any]) -> None:
