@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from .core.meeting import ADVICE, Board, ServerAddress, find_launcher_process
+from .core.meeting import ADVICE, Board, PublishedBoard, ServerAddress, find_launcher_process
 from .core.meeting.server import MeetingServer
 from .core.types import Launch
 from .errors import ConfigurationError

@@ -17,7 +17,6 @@ from .core.collectives.objects import ALLGATHER_OBJECT, allgather_object
 from .core.compiling import not_compiled
 from .core.gradients.buckets import TrackedParameter, as_real
 from .core.gradients.combiner import SyncOptions
-from .core.types import Min
 from .core.world import ProcessSetLike, channel_of, global_process_set, reporting
 from .errors import ReplicaMismatchError
 

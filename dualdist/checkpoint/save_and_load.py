@@ -28,6 +28,7 @@ from ..core.collectives.objects import (
     on_all_ranks,
 )
 from ..core.lifecycle import rank, size
+from ..core.training.optimizer_state import load_optimizer_state
 from ..core.training.parallel import SynchronizedModule
 from ..core.world import current, reporting
 from ..errors import CheckpointError, DamagedCheckpointError, logger

@@ -22,8 +22,6 @@ import dualdist
 from ..copies import add_copies
 from ..core.launch import temporary_environment
 from ..core.world import Context, ProcessSet, current, current_or_inherited
-from ..elastic import HostsUpdatedInterrupt
-from ..errors import HorovodInternalError
 from ..horovod import horovod_variables
 
 _T = TypeVar("_T")

@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 from .. import __version__
 from ..core.backends import BACKENDS, DISTRIBUTED_BACKENDS, TRANSPORTS, choose, load, needs_gpus
-from ..core.launch import LAUNCHERS, detect
+from ..core.launch import detect
+from ..core.launch.launchers import LAUNCHERS
 from ..core.meeting.links import INTERFACE, LOOPBACK, addresses, candidates
 from ..core.types import Launch
 from ..errors import ConfigurationError

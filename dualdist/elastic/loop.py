@@ -23,6 +23,7 @@ from ..core.collectives.objects import on_all_ranks
 from ..core.launch import ELASTIC_DIR
 from ..core.lifecycle import init, rank, shutdown
 from ..core.meeting import LauncherProcess, find_launcher_process
+from ..core.meeting.links import own_node
 from ..core.world import current
 from ..errors import CheckpointError, ConfigurationError, HorovodInternalError, HostsUpdatedInterrupt, logger
 from .state import ObjectState, State, commits_made

@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ..copies import OF_LAUNCHER, RUN_ID, add_copies, agent_variables, names_of_copies, torchrun_variables
-from ..core.extensions import extension
-from ..core.launch import environment, is_one_host, nodes, topology
-from ..core.launch.detect import detect
-from ..core.meeting.addresses import Gather, find_addresses, interface_of
-from ..core.meeting.boards import Board, find_board, given_board, no_board
-from ..core.meeting.member import Meeting
+from ..core import extension
+from ..core.launch import detect, is_one_host, nodes, read_settings, topology, without_copies
+from ..core.meeting import Board, Meeting, find_board, given_board, no_board
+from ..core.meeting.links import Gather, find_addresses, interface_of
 from ..core.meeting.server import reserved_port
 from ..core.types import Launch, World
 from ..errors import ConfigurationError
@@ -42,7 +40,7 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
     Raises ConfigurationError when the environment is wrong or a process does not arrive, and on all ranks when
     `prepare` raises it on one of them.
     """
-    env = environment.without_copies(os.environ)
+    env = without_copies(os.environ)
     with _job(env) as (launch, find):
         mpi = extension("mpi")
         if mpi is not None:
@@ -56,7 +54,7 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
             os.environ.update(prepare(World(*[int(env[name]) for name in _OF_TORCHRUN])))
         if is_torchrun or (is_set and prepare is None):
             return
-        seconds = environment.read_settings(env).start_timeout_seconds
+        seconds = read_settings(env).start_timeout_seconds
         with contextlib.ExitStack() as stack:
             gather: Gather = (
                 (lambda text: [text])

@@ -253,7 +253,8 @@ def _use(source: Source, node: Any, module: str, name: str) -> Iterator[Finding]
 
 def _starts_processes(source: Source, function: Any) -> bool:
     """Return whether this may be a function of torch or multiprocessing that starts processes without a launcher."""
-    name, root = getattr(function, "attr", None) or getattr(function, "id", ""), function
+    name = str(getattr(function, "attr", "") or getattr(function, "id", ""))
+    root = function
     while isinstance(root, ast.Attribute) and isinstance(root.value, ast.Call):
         root = root.value.func  # of get_context("spawn").Process
     path = source.dotted(root)

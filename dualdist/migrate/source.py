@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..core.launch import LAUNCHERS
+from ..core.launch.launchers import LAUNCHERS
 from ..errors import ConfigurationError
 
 Edit = tuple[int, int, str]

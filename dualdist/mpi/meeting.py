@@ -25,7 +25,7 @@ from ..core import needed, process
 from ..core.checks import shown_ranks
 from ..core.launch import is_one_host
 from ..core.meeting import ADVICE, PublishedBoard, process_status, rising
-from ..core.meeting.server import listener_at, own_peer
+from ..core.meeting.server import connected, listener_at, own_peer
 from ..core.process import at_exit, in_time
 from ..core.types import Launch
 from ..errors import logger

@@ -121,7 +121,8 @@ class Pair:
         for key in sorted(keys, key=lambda key: (key[0], _PLACES.get(key[1], 0))):
             step = key[0] - self.begin
             if not self.same_size and key[1:] == ("loss", 0) and step < len(self.losses):
-                yield Difference(*key, 0, "", difference(*self.losses[step]))
+                ours, theirs = self.losses[step]
+                yield Difference(*key, 0, "", difference(ours, theirs))
             for rank in range(self.sizes[0] if self.same_size else int(key[1] in _EVERYWHERE)):
                 left, right = (side[rank].get(key) for side in self.sides)
                 found = [Difference(*key, rank, "", math.inf)] * bool(left or right)

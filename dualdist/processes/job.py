@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from ..copies import OF_LAUNCHER, agent_variables, torchrun_variables
+from ..copies import COPIES, OF_LAUNCHER, add_copies, agent_variables, torchrun_variables
 from ..core import extension, needed
 from ..core.checks import wrong
-from ..core.launch import DUALDIST_RUN, topology
+from ..core.launch import DUALDIST_RUN, SECRET, secret_in, topology, without_copies
+from ..core.launch.launchers import LAUNCHERS, NUMBERS
+from ..core.meeting import KnownBoard, ServerAddress
 from ..core.meeting.links import INTERFACE, LOOPBACK, interface_of
 from ..core.meeting.server import MeetingServer, reserved_port
 from ..core.types import World

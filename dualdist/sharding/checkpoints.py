@@ -39,7 +39,6 @@ from ..checkpoint.save_and_load import from_writer, outcomes, report_mismatches,
 from ..core.backends.torch_groups import adopted_config, wrapped
 from ..core.checks import path as checked_path
 from ..core.collectives.objects import attempted
-from ..core.training.optimizer_state import load_optimizer_state
 from ..core.world import current
 from ..errors import CheckpointError, ConfigurationError, HorovodInternalError, logger
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..core.backends.base import Work
+from ..core.backends.base import Group, Work
 from ..core.process import Worker
 from ..core.types import Max, Min, Product, Sum
 from ..errors import HorovodInternalError, StallError

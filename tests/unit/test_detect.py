@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dualdist.core.launch import LAUNCHERS, detect
+from dualdist.core.launch import detect
+from dualdist.core.launch.launchers import LAUNCHERS
 from dualdist.errors import ConfigurationError
 
 

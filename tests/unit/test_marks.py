@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dualdist.core.launch import LAUNCHERS, detect, launch_from
-from dualdist.core.launch.launchers import OUTERMOST
+from dualdist.core.launch import detect, launch_from
+from dualdist.core.launch.launchers import LAUNCHERS, OUTERMOST
 from dualdist.core.types import Launch
 from dualdist.errors import ConfigurationError
 from dualdist.marks import MARKS

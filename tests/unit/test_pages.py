@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import dualdist
-from dualdist.core.launch import LAUNCHERS
+from dualdist.core.launch.launchers import LAUNCHERS
 
 from ..helpers.public_functions import COLLECTIVES
 

@@ -174,7 +174,8 @@ class Arrivals:
 
     def release(self) -> None:
         """Drop the callbacks, whose object may refer to this one. The hooks have been removed."""
-        self._at_begin = self._handle_single = self._handle = self._mark_ready = self._at_end = lambda *_: None
+        ignore: Callable[..., None] = lambda *_: None  # noqa: E731
+        self._at_begin = self._handle_single = self._handle = self._mark_ready = self._at_end = ignore
 
     def forget(self) -> None:
         """Forget the gradients that have arrived, and the graph tasks that will call `at_end`."""
