@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 from ..errors import ConfigurationError
 
 T = TypeVar("T")
+Bound = float | None
 
 _LONGEST = 100
 """How many characters of a value a message shows."""
@@ -80,12 +81,7 @@ def integer(
 
 
 def number(
-    name: str,
-    value: Any,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    fix: str = "Pass a float.",
+    name: str, value: Any, least: Bound = None, most: Bound = None, above: Bound = None, fix: str = "Pass a float."
 ) -> float:
     """Return `value` as a finite float within the bounds. A tensor with one number is a number."""
     if type(value) is float and math.isfinite(value) and least is most is above is None:
@@ -98,13 +94,7 @@ def number(
     return result
 
 
-def _range(
-    kind: str,
-    least: float | None = None,
-    below: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-) -> str:
+def _range(kind: str, least: Bound = None, below: Bound = None, most: Bound = None, above: Bound = None) -> str:
     bounds = {"of at least": least, "below": below, "of at most": most, "above": above}
     limits = [f"{words} {_power(bound)}" for words, bound in bounds.items() if bound is not None]
     return " ".join([kind, " and ".join(limits)]).strip()

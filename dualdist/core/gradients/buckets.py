@@ -77,6 +77,11 @@ class TrackedParameter:
         self.tensor = without_memory(old.shape, old.stride(), old.dtype, old.device)
 
 
+Params = Sequence[TrackedParameter]
+Grads = Sequence[torch.Tensor | None]
+"""The gradients of some parameters."""
+
+
 def without_memory(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor that has these, but no memory."""
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -84,7 +89,7 @@ def without_memory(shape: Any, stride: Any, dtype: torch.dtype, device: torch.de
     return tensor
 
 
-def fit(params: Sequence[TrackedParameter], grads: Sequence[torch.Tensor | None]) -> bool:
+def fit(params: Params, grads: Grads) -> bool:
     """Return whether all gradients that are there have the shape, dtype and device that their parameters expect."""
     return all(
         [
@@ -153,7 +158,7 @@ class Bucket:
 
 
 def lay_out(
-    params: Sequence[TrackedParameter],
+    params: Params,
     sparse: Set[int],
     groups: Sequence[Sequence[int]] | None,
     cap_mb: float | None = None,
@@ -190,7 +195,7 @@ def lay_out(
     return [_bucket(params, part, sparse) for part in sorted(parts, key=lambda part: arrival[part[-1]])]
 
 
-def _by_size(params: Sequence[TrackedParameter], members: Sequence[int], cap: int) -> list[list[int]]:
+def _by_size(params: Params, members: Sequence[int], cap: int) -> list[list[int]]:
     """Return `members`, in their order, in parts of about `cap` bytes; the first one is smaller."""
     parts: list[list[int]] = [[]]
     size, limit = 0, min(cap, FIRST_BUCKET_BYTES)
@@ -203,7 +208,7 @@ def _by_size(params: Sequence[TrackedParameter], members: Sequence[int], cap: in
     return parts
 
 
-def _split_at_end(params: Sequence[TrackedParameter], members: list[int]) -> list[list[int]]:
+def _split_at_end(params: Params, members: list[int]) -> list[list[int]]:
     """Split off the last parameters: one, or those with at most LAST_BUCKET_BYTES.
 
     Do not split if the first part would have less than three times LAST_BUCKET_BYTES.
@@ -215,7 +220,7 @@ def _split_at_end(params: Sequence[TrackedParameter], members: list[int]) -> lis
     return [members] if early < 3 * LAST_BUCKET_BYTES else [members[:split], members[split:]]
 
 
-def _by_dtype_and_device(params: Sequence[TrackedParameter], order: Sequence[int]) -> list[list[int]]:
+def _by_dtype_and_device(params: Params, order: Sequence[int]) -> list[list[int]]:
     members: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for index in order:
         dtype = params[index].like.dtype
@@ -224,7 +229,7 @@ def _by_dtype_and_device(params: Sequence[TrackedParameter], order: Sequence[int
     return list(members.values())
 
 
-def _bucket(params: Sequence[TrackedParameter], members: Sequence[int], sparse: Set[int]) -> Bucket:
+def _bucket(params: Params, members: Sequence[int], sparse: Set[int]) -> Bucket:
     slots, start = [], 0
     for index in members:
         like, dtype = params[index].like, params[index].dtype
@@ -261,7 +266,7 @@ A GPU copies all gradients in a few launches, and needs one for each if it scale
 _data_ptr: Any = torch.Tensor.data_ptr
 
 
-def addresses_of(grads: Sequence[torch.Tensor | None]) -> list[int | None]:
+def addresses_of(grads: Grads) -> list[int | None]:
     """Return where gradients lie; None for those that have no memory of their own."""
     try:
         return list(map(_data_ptr, grads))  # takes half of the time
@@ -316,14 +321,14 @@ class BucketMemory:
         """Return whether the memory lies where it was: a script may have resized its storage."""
         return bool(self.flat.data_ptr() == self._start)
 
-    def slots_of(self, grads: Sequence[torch.Tensor | None], found: Sequence[int | None]) -> list[int]:
+    def slots_of(self, grads: Grads, found: Sequence[int | None]) -> list[int]:
         """Return the places of the gradients that lie in their slots. found: the addresses of `grads`."""
         if self._slots.isdisjoint(found):  # as after zero_grad()
             return []
         there = [place for place, (own, slot) in enumerate(zip(found, self._addresses, strict=True)) if own == slot]
         return [place for place in there if self._gradients[place].stride() == grads[place].stride()]  # type: ignore[union-attr]
 
-    def can_take(self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool] | None, *, in_place: bool) -> bool:
+    def can_take(self, grads: Grads, is_new: Sequence[bool] | None, *, in_place: bool) -> bool:
         """Return whether nobody else needs what is in this memory, when `grads` are sent in it: `pack` follows.
 
         Somebody does if a tensor uses it that is no gradient in its slot: an earlier gradient, a view, or the gradient
@@ -361,11 +366,7 @@ class BucketMemory:
             tensor.grad = view.data
 
     def pack(
-        self,
-        grads: Sequence[torch.Tensor | None],
-        is_new: Sequence[bool] | None,
-        unreached: Sequence[int] | None,
-        given: Set[int],
+        self, grads: Grads, is_new: Sequence[bool] | None, unreached: Sequence[int] | None, given: Set[int]
     ) -> bytes:
         """Write what this rank sends; return the kind of contribution to each gradient, see Contributions.
 
@@ -585,13 +586,7 @@ class Contributions:
 class Layout:
     """The buckets of some parameters, the order in which their gradients arrive, and what the ranks contribute."""
 
-    def __init__(
-        self,
-        params: Sequence[TrackedParameter],
-        options: SyncOptions,
-        sparse: frozenset[int],
-        order: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, params: Params, options: SyncOptions, sparse: frozenset[int], order: Sequence[int] = ()) -> None:
         """sparse: parameters (by index) that have had a sparse gradient on some rank. order: as for `lay_out`."""
         self.params, self.options, self._sparse = params, options, sparse
         self.buckets = self.buckets_in(order)
@@ -635,12 +630,7 @@ class Layout:
         self._current = {}
 
     def memory_of(
-        self,
-        place: int,
-        grads: Sequence[torch.Tensor | None] | None = None,
-        is_new: Sequence[bool] | None = None,
-        *,
-        in_place: bool = True,
+        self, place: int, grads: Grads | None = None, is_new: Sequence[bool] | None = None, *, in_place: bool = True
     ) -> BucketMemory:
         """Return the memory of the bucket at `place` for this backward.
 
