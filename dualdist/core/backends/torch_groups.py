@@ -212,8 +212,7 @@ def config_of(transport: str) -> dict[str, str]:
 
 def adopted_config(group: Any = None) -> dict[str, str]:
     """Return what `config_of` does, for a process group of torch, by default that of all ranks. It has the CPU."""
-    pairs = [part.split(":", 1) for part in dist.get_backend_config(group).split(",")]
-    return {"cpu": _CPU, **dict(pairs)}
+    return {"cpu": _CPU, **dict(part.split(":", 1) for part in dist.get_backend_config(group).split(","))}
 
 
 class _TorchWork(Work):

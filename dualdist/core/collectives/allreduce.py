@@ -211,8 +211,7 @@ def grouped_allreduce_async(
     Collective like `allreduce`, with the same arguments, shapes and errors. Not differentiable.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
-    plan = plan_allreduce(tensors, reduction, name, average=average, grouped=True, process_set=process_set)
-    return plan.submit()
+    return plan_allreduce(tensors, reduction, name, average=average, grouped=True, process_set=process_set).submit()
 
 
 @not_compiled
@@ -267,8 +266,7 @@ def allreduce_gradient(ran: Any, *grads: torch.Tensor) -> Sequence[torch.Tensor]
     reduction, process_set, grouped = Reduction.of(ran.call), ran.process_set, len(grads) > 1
     op, prescale, postscale = reduction
     if op in (Average, Sum, Adasum):
-        plan = plan_allreduce(grads, reduction, grouped=grouped, process_set=process_set)
-        return plan.run(allreduce_gradient)
+        return plan_allreduce(grads, reduction, grouped=grouped, process_set=process_set).run(allreduce_gradient)
     summed = Reduction(Sum, postscale_factor=prescale * postscale)
     totals = plan_allreduce(grads, summed, grouped=grouped, process_set=process_set).run()
     share = {Min: _share_of_extreme, Max: _share_of_extreme, Product: _product_of_others}[op]

@@ -144,8 +144,7 @@ def grouped_reducescatter_async(
     Collective like `reducescatter`, with the same arguments, shapes and errors. Not differentiable.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
-    plan = plan_reducescatter(tensors, reduction, name, grouped=True, process_set=process_set)
-    return plan.submit()
+    return plan_reducescatter(tensors, reduction, name, grouped=True, process_set=process_set).submit()
 
 
 def reducescatter_gradient(ran: Any, *grads: torch.Tensor) -> Sequence[torch.Tensor]:
