@@ -16,7 +16,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import ConfigurationError
 from .. import extension
