@@ -91,24 +91,22 @@ class Buffer:
                 wire = wire.resolve_conj().resolve_neg()
             if how is not None and how.dtype != wire.dtype:
                 wire = wire.view(how.dtype) if wire.dtype == torch.bool else wire.to(how.dtype)
-            self._wire = wire = wire.contiguous()
-            # A tensor with one element is contiguous with any stride, but torch views it as bytes only with stride 1.
-            self.data = wire.as_strided((wire.numel(),), (1,)).view(torch.uint8)
-            """The bytes that MPI reads or writes, (n,)."""
-        self._is_copy = wire.data_ptr() != tensor.data_ptr()
+            self.data = wire.contiguous()
+            """What MPI reads or writes."""
+        self._is_copy = self.data.data_ptr() != tensor.data_ptr()
 
     def overlaps(self, other: Buffer) -> bool:
         """Return whether two buffers share memory. MPI does not allow that."""
         own, others = self.data.data_ptr(), other.data.data_ptr()
-        return own < others + len(other.data) and others < own + len(self.data)
+        return own < others + other.data.nbytes and others < own + self.data.nbytes
 
     def finish(self, divisor: int = 1) -> None:
         """Turn a sum into an average, and write a copy back. Averages of integers are truncated toward zero."""
         if divisor > 1:
-            is_integer = not (self._wire.is_floating_point() or self._wire.is_complex())
-            self._wire.div_(divisor, rounding_mode="trunc" if is_integer else None)
+            is_integer = not (self.data.is_floating_point() or self.data.is_complex())
+            self.data.div_(divisor, rounding_mode="trunc" if is_integer else None)
         if self._is_copy:
-            self._tensor.copy_(self._wire)
+            self._tensor.copy_(self.data)
 
 
 Operation = Generator[Any, None, None]
@@ -138,16 +136,16 @@ class Communicator:
         """The tag of the messages of `_exchange`."""
 
     def _message(self, data: torch.Tensor, how: MpiReduction | None = None) -> list[Any]:
-        """Return bytes as mpi4py sends or, with `how`, reduces them."""
-        return [self._view(data.data_ptr(), len(data)), self._mpi.BYTE if how is None else how.datatype]
+        """Return contiguous numbers as mpi4py sends or, with `how`, reduces them."""
+        return [self._view(data.data_ptr(), data.nbytes), self._mpi.BYTE if how is None else how.datatype]
 
     def _pieces(self, data: torch.Tensor, how: MpiReduction | None = None) -> Iterator[list[Any]]:
         """Yield messages of at most `LARGEST_BYTES`, at least one. Those of a reduction run concurrently."""
         most = LARGEST_BYTES
         if how is not None:
-            most = min(most, max(PIECE_BYTES, -(-len(data) // _MOST_PIECES)))
+            most = min(most, max(PIECE_BYTES, -(-data.nbytes // _MOST_PIECES)))
             most = max(1, most // how.dtype.itemsize) * how.dtype.itemsize
-        for piece in [data] if len(data) <= most else data.split(most):
+        for piece in [data] if data.nbytes <= most else _bytes(data).split(most):
             yield self._message(piece, how)
 
     def allreduce(self, tensor: torch.Tensor, op: Any) -> Operation:
@@ -174,13 +172,13 @@ class Communicator:
         received = Buffer(output, how)
         sent = [Buffer(tensor, how) for tensor in inputs]
         is_single = len(sent) == 1
-        own_bytes = len(sent[0].data) // self.size if is_single else len(sent[self.rank].data)
+        own_bytes = sent[0].data.nbytes // self.size if is_single else sent[self.rank].data.nbytes
         _check_bytes(received.data, own_bytes)
         if any(buffer.overlaps(received) for buffer in sent):
             sent = [Buffer(tensor.clone(), how) for tensor in inputs]
         yield
         # Only for small inputs, because here Open MPI sends all data through one member.
-        if is_single and len(sent[0].data) <= min(LARGEST_BYTES, PIECE_BYTES):
+        if is_single and sent[0].data.nbytes <= min(LARGEST_BYTES, PIECE_BYTES):
             whole = self._message(sent[0].data, how), self._message(received.data, how)
             yield self.comm.Ireduce_scatter_block(*whole, op=how.op)
         else:
@@ -211,13 +209,13 @@ class Communicator:
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Operation:
         """Gather into one tensor, in rank order."""
         received, sent = Buffer(output), Buffer(tensor)
-        own_bytes = len(sent.data)
+        own_bytes = sent.data.nbytes
         _check_bytes(received.data, own_bytes * self.size)
         own_address = received.data.data_ptr() + self.rank * own_bytes
         is_in_place = own_bytes > 0 and sent.data.data_ptr() == own_address  # as FSDP gathers
         if received.overlaps(sent) and not is_in_place:
             sent = Buffer(tensor.clone())
-        if len(received.data) > LARGEST_BYTES:
+        if received.data.nbytes > LARGEST_BYTES:
             everybody = dict.fromkeys(range(self.size), sent.data)
             yield from self._exchange(everybody, dict(enumerate(self._rows(received))), [received])
             return
@@ -238,8 +236,8 @@ class Communicator:
     ) -> Operation:
         """Exchange rows. received, sent: the number of rows per member; empty: the same number for each."""
         into, out = Buffer(output), Buffer(tensor)
-        if not received and not sent and len(out.data) <= LARGEST_BYTES:
-            _check_bytes(into.data, len(out.data))
+        if not received and not sent and out.data.nbytes <= LARGEST_BYTES:
+            _check_bytes(into.data, out.data.nbytes)
             yield
             yield self.comm.Ialltoall(self._message(out.data), self._message(into.data))
             yield
@@ -281,7 +279,7 @@ class Communicator:
         """source: the sender, None for any. status: an MPI status to fill; it must report the size of `tensor`."""
         buffer = Buffer(tensor)
         self._check_tag(tag)
-        is_whole = len(buffer.data) <= LARGEST_BYTES
+        is_whole = buffer.data.nbytes <= LARGEST_BYTES
         if source is None and not is_whole:
             raise RuntimeError("MPI: a tensor over 1 GiB can be received only from a named source. Name the source.")
         yield
@@ -289,8 +287,8 @@ class Communicator:
             yield self.comm.Irecv(piece, source=self._mpi.ANY_SOURCE if source is None else source, tag=tag)
         yield
         arrived = int(status.Get_count(self._mpi.BYTE))
-        if is_whole and arrived != len(buffer.data):
-            raise RuntimeError(f"the tensor takes {len(buffer.data)} bytes, but {arrived} were sent")
+        if is_whole and arrived != buffer.data.nbytes:
+            raise RuntimeError(f"the tensor takes {buffer.data.nbytes} bytes, but {arrived} were sent")
         buffer.finish()
 
     def _check_tag(self, tag: int) -> None:
@@ -300,7 +298,7 @@ class Communicator:
             )
 
     def _rows(self, buffer: Buffer) -> Sequence[torch.Tensor]:
-        return buffer.data.view(self.size, len(buffer.data) // self.size).unbind()
+        return _bytes(buffer.data).view(self.size, buffer.data.nbytes // self.size).unbind()
 
     def _split(self, buffer: Buffer, tensor: torch.Tensor, splits: Sequence[int]) -> dict[int, torch.Tensor]:
         """Return the bytes for each member: `splits[member]` rows of `tensor`, or the same number for each."""
@@ -310,8 +308,8 @@ class Communicator:
             raise RuntimeError(
                 f"`splits` must be {self.size} numbers that add up to {rows} rows, but is {counts} instead."
             )
-        width = len(buffer.data) // rows if rows else 0
-        return dict(enumerate(buffer.data.split([count * width for count in counts])))
+        width = buffer.data.nbytes // rows if rows else 0
+        return dict(enumerate(_bytes(buffer.data).split([count * width for count in counts])))
 
     def _exchange(
         self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], buffers: Sequence[Buffer]
@@ -321,7 +319,7 @@ class Communicator:
         buffers: those of which `received` has the bytes.
         """
         if self.rank in sent:
-            _check_bytes(received[self.rank], len(sent[self.rank]))
+            _check_bytes(received[self.rank], sent[self.rank].nbytes)
         yield
         for distance in range(1, self.size):
             source, to = (self.rank - distance) % self.size, (self.rank + distance) % self.size
@@ -332,10 +330,15 @@ class Communicator:
                 for piece in self._pieces(sent[to]):
                     yield self.comm.Isend(piece, dest=to, tag=self._own_tag)
         if self.rank in sent and received[self.rank].data_ptr() != sent[self.rank].data_ptr():
-            received[self.rank].copy_(sent[self.rank])
+            _bytes(received[self.rank]).copy_(_bytes(sent[self.rank]))
         yield
         for buffer in buffers:
             buffer.finish()
+
+
+def _bytes(data: torch.Tensor) -> torch.Tensor:
+    # A tensor with one element is contiguous with any stride, but torch views it as bytes only with stride 1.
+    return data.as_strided((data.numel(),), (1,)).view(torch.uint8)
 
 
 def _blocks(buffers: Sequence[Buffer]) -> dict[int, torch.Tensor]:
@@ -351,7 +354,7 @@ def check_number(what: str, tensors: Sequence[object], wanted: int) -> None:
 
 
 def _check_bytes(found: torch.Tensor, wanted: int) -> None:
-    if len(found) != wanted:
+    if found.nbytes != wanted:
         raise RuntimeError(
-            f"The output must take {wanted} bytes, but takes {len(found)} instead. Give it that shape and dtype."
+            f"The output must take {wanted} bytes, but takes {found.nbytes} instead. Give it that shape and dtype."
         )
