@@ -20,6 +20,7 @@ from .selection import MARKS, NEW_INTERPRETERS, Suite, is_core, suite_of, worlds
 GROUPS = {
     "launchers/test_matrix.py": "Slurm",
     "launchers/test_cluster_examples.py": "Slurm",
+    "launchers/test_hang.py": "Slurm",
     "launchers/test_page_blocks.py": "Slurm",
     "launchers/test_slurm_steps.py": "Slurm",
     "launchers/test_start_with.py": "Slurm",
