@@ -139,11 +139,11 @@ class HookedBucket(Work):
 
     def _failure_elsewhere(self) -> tuple[int, str] | None:
         """Return the bucket for which a hook of another rank has raised in this backward, and its error."""
-        for observer in self._channel.gradient_observers.all:
-            if self.step in observer.failures:
-                place, text = observer.failures[self.step].split(" ", 1)
-                return int(place), text
-        return None
+        found = self._channel.gradient_observer.failures.get(self.step)
+        if found is None:
+            return None
+        place, text = found.split(" ", 1)
+        return int(place), text
 
     def call(self, raised: HookedBucket | None) -> None:
         """Call the hook, unless one has raised for an earlier bucket of this backward. raised: the last one here."""
@@ -188,8 +188,7 @@ class HookedBucket(Work):
     def _report(self, error: Exception) -> None:
         self.error = error
         text = f"{self._bucket.index()} {type(error).__name__}: {error}"
-        for observer in self._channel.gradient_observers.all:
-            observer.report_failure(self.step, text)
+        self._channel.gradient_observer.report_failure(self.step, text)
 
     def _checked(self, value: Any) -> torch.Tensor:
         expected = self._bucket.buffer()
@@ -257,7 +256,7 @@ class HookQueue:
         """The last one whose hook has raised."""
         self._started: list[HookedBucket] = []
         """Those that backward has started itself. It may have been given up, so that nobody waits for them."""
-        self._stream_on = functools.cache(streams.new_stream)
+        self._stream_on = functools.cache(torch.Stream)
         """The stream of hooks on a device. Backward continues on its own, while they wait for the other ranks."""
 
     def send(

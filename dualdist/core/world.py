@@ -111,8 +111,8 @@ class Context:
             backend.has_lost_rank = connections.has_failed_peer
         make_ahead = functools.partial(backend.new_device_group, ranks) if backend.runs_ahead else None
         abort = functools.partial(_abort, self.channels, backend)  # not a method: without `self`, no cycle
-        observers = self.observation.observers
-        self.channels[set_id] = Channel(name, connections, data, gradients, observers, abort, make_ahead)
+        observe = self.observation.observer
+        self.channels[set_id] = Channel(name, connections, data, gradients, observe, abort, make_ahead)
 
     def _wait_for_device(self) -> None:
         """If no error ends this process, wait for its device, or until `check_peers` finds that a rank has died. Local.

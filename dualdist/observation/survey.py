@@ -38,14 +38,18 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from ..core.agreement.call import LONGEST_TEXT, Call, Record
 from ..core.agreement.guard import GAVE_UP, Observer, Pending
+from ..core.backends.base import Work
 from ..core.checks import shown_ranks
 from ..core.launch import number_in
 from ..core.types import Settings
 from ..errors import HorovodInternalError, StallError, logger
 from .report import Report, combined, lines, shares
 from .status import Contact, StatusServer, ask, call_of_torch
+from .timeline import ChannelRecorder
 from .usage import Usage, reduced_bytes
 
 WAITING, LEFT, ABSENT, SILENT, ENDED = "waiting", "left", "absent", "silent", "ended"
@@ -129,13 +133,22 @@ ASKED = "a rank received SIGUSR2"
 
 CallKey = tuple[str, str | None]
 """`Call.key`: which calls of the members match."""
+FindRecorder = Callable[[], ChannelRecorder | None]
+"""What `Timeline.of_channel` returns."""
 
 
 class WatchedChannel(Observer):
-    """What this rank does on one channel, for itself and for the other members, which may ask."""
+    """What this rank does on one channel, for itself and for the other members, which may ask.
 
-    def __init__(self, watch: StallWatch, name: str, ranks: tuple[int, ...], pending: Pending | None) -> None:
-        self._watch, self.name, self.ranks, self.pending = watch, name, ranks, pending
+    It passes on what others need of that: always the times of waits, and all while there is a recorder.
+    """
+
+    def __init__(
+        self, watch: StallWatch, name: str, ranks: tuple[int, ...], pending: Pending | None, find: FindRecorder
+    ) -> None:
+        self._watch, self.name, self.ranks, self.pending, self._find_recorder = watch, name, ranks, pending, find
+        self._recorder: ChannelRecorder | None = None
+        """Records the current call for a timeline or a profiler, if there is one."""
         self.number = 0
         """How many calls began. Equal on all members when they are in step."""
         self.wait: tuple[int, Call, float] | None = None
@@ -169,7 +182,13 @@ class WatchedChannel(Observer):
             self.called(self._record)
             self.agreed(call, self._record, ())
 
+    def agreeing(self, call: Call) -> bool:
+        self._recorder = self._find_recorder()  # now: a profiler may have started
+        return self._recorder is not None and self._recorder.agreeing(call)
+
     def ended(self) -> None:
+        if self._recorder is not None:
+            self._recorder.ended()
         if not self.gave_up:
             self.wait = None
             if self._record is not None:
@@ -184,6 +203,19 @@ class WatchedChannel(Observer):
         self.num_agreed += 1
         if record is not None:
             record.number, record.agreed = self.num_agreed, time.time_ns()
+        if self._recorder is not None:
+            self._recorder.agreed(call, arrivals)
+
+    def sent(self, work: Work, name: str, params: Iterable[str], bucket: torch.Tensor) -> Work:
+        self._watch.usage.reduced += bucket.nbytes
+        recorder = self._find_recorder()
+        return work if recorder is None else recorder.sent(work, name, params, bucket)
+
+    def waited(self, record: Record, since: int) -> None:
+        self._watch.usage.waited(record, since)
+
+    def waited_for_data(self, since: int) -> None:
+        self._watch.usage.waited_for_data(since)
 
     def interrupted(self, error: BaseException) -> None:
         self._watch.interrupted[self.process_set] = repr(error)[:LONGEST_TEXT]
@@ -314,9 +346,14 @@ class StallWatch:
         if self.size > 1:
             self._thread.start()
 
-    def add_channel(self, name: str, ranks: tuple[int, ...], pending: Pending | None = None) -> WatchedChannel:
-        """Add a channel, as `Observation.observers`. Without `pending`, calls are not agreed on, and recorded here."""
-        channel = self.channels[name] = WatchedChannel(self, name, ranks, pending)
+    def add_channel(
+        self, name: str, ranks: tuple[int, ...], pending: Pending | None = None, find: FindRecorder = lambda: None
+    ) -> WatchedChannel:
+        """Add a channel, as `Observation.observer`. Without `pending`, calls are not agreed on, and recorded here.
+
+        find: returns who else is to see a call that begins, if anybody.
+        """
+        channel = self.channels[name] = WatchedChannel(self, name, ranks, pending, find)
         return channel
 
     def survey(self, channel: WatchedChannel, number: int, key: CallKey, *, has_failed: bool = False) -> Survey:
@@ -324,9 +361,7 @@ class StallWatch:
         seconds = _FAILED_SECONDS if has_failed else _STALLED_SECONDS
         seconds = min(seconds, self._settings.stall_timeout_seconds)
 
-        def ask(rank: int) -> Doing:
-            return self._doing(rank, channel, number, key, seconds)
-
+        ask = functools.partial(self._doing, channel=channel, number=number, key=key, seconds=seconds)
         with ThreadPoolExecutor(min(_MOST_QUESTIONS, len(channel.ranks)), "dualdist-survey") as pool:
             try:
                 found = list(pool.map(ask, channel.ranks))
@@ -400,7 +435,7 @@ class StallWatch:
 
     def _answer(self, question: Any) -> Any:
         about, name, *rest = question
-        channel = self.channels.get(name) or WatchedChannel(self, name, (), None)  # not added yet
+        channel = self.channels.get(name) or WatchedChannel(self, name, (), None, lambda: None)  # not added yet
         if about == "report":
             number, (kind, call_name) = rest
             self._make_due(name, number, (kind, call_name))
@@ -461,13 +496,10 @@ class StallWatch:
 
     def _report(self) -> None:
         """Report to rank 0 which calls have waited too long. If it does not answer, this rank logs them itself."""
+        last = time.monotonic() - self._settings.stall_warn_seconds
         for channel in list(self.channels.values()):
-            wait = channel.wait
-            if wait is None or channel.gave_up:
-                continue
-            number, call, since = wait
-            is_late = time.monotonic() - since >= self._settings.stall_warn_seconds
-            if not is_late or number == channel.reported:
+            number, call, since = channel.wait or (0, None, 0.0)
+            if call is None or since > last or number == channel.reported or channel.gave_up:
                 continue
             channel.reported = number
             report = channel.name, number, call.key
@@ -487,7 +519,7 @@ class StallWatch:
         rows = [shares(*spent, rank, self.size) for rank, spent in both]
         self._slow = combined(rows, self._slow) if rows else None
         hint = ""
-        if self.slow_share is None and not self.usage.measures_loading:
+        if self.slow_share is None and self.usage.end_measuring is None:
             hint = f" Data loading counts as computing unless you set {_SHARE}={_SLOW_SHARE}."
         if self._slow is not None and self._slow["share"] >= (self.slow_share or _SLOW_SHARE):
             logger.warning("%s%s DUALDIST_SLOW_WARN_SHARE=1 turns this message off.", lines(self._slow)[-1], hint)

@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from ..core.agreement.call import Call, Data, Record
-from ..core.agreement.guard import Observer
+from ..core.agreement.call import Call, Data
 from ..core.backends.base import Backend, Work
-from ..core.launch import is_on
 from ..errors import ConfigurationError, logger
+
+Shown = Mapping[str, str] | None
+"""What a trace shows beside the name of a span."""
 
 # A Chrome trace on disk, which is valid JSON after every write.
 #
@@ -46,18 +47,15 @@ class TraceFile:
         self._tracks: dict[str, int] = {}
         self._depths: dict[tuple[int, int], int] = {}
         """(pid, tid) -> number of open spans."""
-        self._start, self._epoch = time.monotonic_ns(), time.time_ns()
+        self._start, self.epoch = time.monotonic_ns(), time.time_ns()
+        """When the trace begins, in nanoseconds; `epoch` since that of the clocks of all ranks."""
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._end = os.pwrite(self._file, b"[", 0)
-        self._write(*_metadata(0, start_time_since_epoch_in_micros=self._epoch // 1000), separator="\n")
+        self._write(*_metadata(0, start_time_since_epoch_in_micros=self.epoch // 1000), separator="\n")
 
     def now(self) -> int:
         """Return the time in microseconds since the start of the trace."""
         return (time.monotonic_ns() - self._start) // 1000
-
-    def since_start(self, epoch_ns: int) -> int:
-        """Convert nanoseconds since the epoch to microseconds since the start of the trace."""
-        return (epoch_ns - self._epoch) // 1000
 
     def track(self, name: str, members: Iterable[str] = ()) -> int:
         """Return the number (pid) of the track called `name`; `members` are shown beside the name."""
@@ -68,7 +66,7 @@ class TraceFile:
                 self._write(*_metadata(pid, name=name), *([label] if label["args"]["labels"] else []))
             return self._tracks[name]
 
-    def begin(self, pid: int, tid: int, *names: str, args: Mapping[str, str] | None = None) -> int:
+    def begin(self, pid: int, tid: int, *names: str, args: Shown = None) -> int:
         """Open nested spans called `names`, the outermost first; the outermost gets `args`. Return `now()`."""
         now = self.now()
         with self._lock:
@@ -88,7 +86,7 @@ class TraceFile:
         """Write a mark across all tracks, at the current time."""
         self._write({"ph": "i", "name": name, "ts": self.now(), "pid": 0, "tid": 0, "s": "g"})
 
-    def end(self, pid: int, tid: int, count: int = 1, args: Mapping[str, str] | None = None) -> None:
+    def end(self, pid: int, tid: int, count: int = 1, args: Shown = None) -> None:
         """Close the innermost `count` spans; the outermost of them gets `args`."""
         now = self.now()
         with self._lock:
@@ -136,21 +134,21 @@ def _metadata(pid: int, **args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 _ACTIVITIES = {"BROADCAST": "BCAST", "ADASUM": "ADASUM_ALLREDUCE"}
 """Event -> its name after the transport's, as in GLOO_BCAST, where Horovod writes another name there."""
 
-profiler_runs = torch._C._autograd._profiler_enabled
-"""Return whether torch's profiler runs."""
+_profiler_runs = torch._C._autograd._profiler_enabled
 
 
 class Timeline:
-    """Records the collectives of one world. Does nothing while no file is open; only rank 0 ever opens one."""
+    """Records the collectives of one world while a file is open, which only rank 0 ever opens, or a profiler runs."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.file: TraceFile | None = None
         """The open file."""
         self.mark_cycles = False
-        self._channels: list[str] = []
-        """The place of a channel is its row (tid) in each track."""
-        self._recorded: dict[str, _RecordedWork] = {}
+        self._rows: dict[str, int] = {}
+        """Channel -> its row (tid) in each track."""
+        self.works: dict[str, _RecordedWork] = {}
+        """The allreduces that may not have ended, by their names."""
 
     def open(self, path: str, mark_cycles: bool) -> None:
         """On rank 0, write to `path` from now on. If `path` is open already, continue it; close any other open file.
@@ -169,47 +167,28 @@ class Timeline:
                 "Choose another one in HOROVOD_TIMELINE or start_timeline()."
             ) from error
 
-    def open_if_asked(self, env: Mapping[str, str]) -> None:
-        """Open what Horovod's variables in `env` ask for. DYNAMIC means that the script will call start_timeline()."""
-        if env.get("HOROVOD_TIMELINE", "") not in ("", "DYNAMIC"):
-            self.open(env["HOROVOD_TIMELINE"], is_on(env, "HOROVOD_TIMELINE_MARK_CYCLES"))
-
     def close(self) -> None:
         """Close the file, if one is open."""
         file, self.file = self.file, None
-        self._recorded.clear()
+        self.works.clear()
         if file is not None:
             file.close()
 
-    def of_channel(self, name: str, ranks: Sequence[int]) -> Observer:
-        """Return what records the calls of a channel."""
-        self._channels += [name] if name not in self._channels else []
-        return _ChannelRecorder(self, self._channels.index(name), ranks)
-
-    def recorded(self, work: Work, name: str, members: Iterable[str], device: str) -> Work:
-        """Return `work`, an allreduce of `members` that has just started, wrapped to record its time.
-
-        The span ends when the program notices that the work is done: in a wait for it, or when the next work starts.
-        """
-        file = self.file
-        if file is None:
-            return _RecordedWork(work, name) if profiler_runs() else work
-        abandoned = self._recorded.pop(name, None)
-        if abandoned is not None:
-            abandoned.end()
-        self._recorded = {other: record for other, record in self._recorded.items() if not record.done()}
-        pid = file.track(f"allreduce.{name}", members)
-        file.begin(pid, 0, "ALLREDUCE", self.activity("ALLREDUCE", device))
-        record = self._recorded[name] = _RecordedWork(work, name, lambda: file.end(pid, 0, 2))
-        return record
+    def of_channel(self, name: str, ranks: Sequence[int]) -> Callable[[], ChannelRecorder | None]:
+        """Return what returns the recorder of a channel's calls, None while nobody needs it."""
+        recorder = ChannelRecorder(self, self._rows.setdefault(name, len(self._rows)), ranks)
+        return lambda: None if self.file is None and not _profiler_runs() else recorder
 
     def activity(self, event: str, device: str) -> str:
         """Return the name of the transport that carries an event."""
         return f"{self._backend.transport_of(device).upper()}_{_ACTIVITIES.get(event, event)}"
 
 
-class _ChannelRecorder(Observer):
-    """Records the calls of one channel, as spans in its row of each track. One thread at a time runs them."""
+class ChannelRecorder:
+    """Records the calls of one channel, as spans in its row of each track, by the events of an Observer.
+
+    One thread at a time runs them.
+    """
 
     def __init__(self, timeline: Timeline, row: int, ranks: Sequence[int]) -> None:
         self._timeline, self._row, self._ranks = timeline, row, ranks
@@ -222,16 +201,12 @@ class _ChannelRecorder(Observer):
 
     def agreeing(self, call: Call) -> bool:
         self._call, file = call, self._timeline.file
-        if file is None and not profiler_runs():
-            return False
         if file is not None and self._timeline.mark_cycles:
             file.mark_everywhere("CYCLE_START")
         self._begin(call, f"NEGOTIATE_{_event_name(call)}", args={"where": call.where})
         return file is not None
 
-    def agreed(self, call: Call | None, record: Record | None, arrivals: Sequence[int]) -> None:
-        if self._span is None and self._timeline.file is None and not profiler_runs():
-            return
+    def agreed(self, call: Call | None, arrivals: Sequence[int]) -> None:
         if call is None:
             return self.ended()
         if call is not self._call:  # it was not the oldest one of this rank
@@ -240,7 +215,7 @@ class _ChannelRecorder(Observer):
         if self._in_file is not None:
             file, pid, start = self._in_file
             end = file.now()
-            within = (min(max(file.since_start(arrival), start), end) for arrival in arrivals)
+            within = (min(max((arrival - file.epoch) // 1000, start), end) for arrival in arrivals)
             file.mark(pid, self._row, dict(zip(map(str, self._ranks), within, strict=False)))
         self.ended()
         if call.kind.data is Data.AFTER:
@@ -253,17 +228,26 @@ class _ChannelRecorder(Observer):
             self._span = self._in_file = None
 
     def sent(self, work: Work, name: str, params: Iterable[str], bucket: torch.Tensor) -> Work:
-        return self._timeline.recorded(work, name, params, bucket.device.type)
+        """Return `work`, an allreduce that has just started, wrapped to record its time.
 
-    def _begin(
-        self,
-        call: Call,
-        *events: str,
-        args: Mapping[str, str] | None = None,
-        end_args: Mapping[str, str] | None = None,
-    ) -> None:
+        The span ends when the program notices that the work is done: in a wait for it, or when the next work starts.
+        """
+        timeline, file = self._timeline, self._timeline.file
+        if file is None:
+            return _RecordedWork(work, name)
+        if (abandoned := timeline.works.pop(name, None)) is not None:
+            abandoned.end()
+        timeline.works = {other: record for other, record in timeline.works.items() if not record.done()}
+        pid = file.track(f"allreduce.{name}", params)
+        file.begin(pid, 0, "ALLREDUCE", timeline.activity("ALLREDUCE", bucket.device.type))
+        record = timeline.works[name] = _RecordedWork(work, name, lambda: file.end(pid, 0, 2))
+        return record
+
+    def _begin(self, call: Call, *events: str, args: Shown = None, end_args: Shown = None) -> None:
         """Begin spans inside each other, and show the outermost to the profiler."""
-        track, file, self._span = _track_name(call), self._timeline.file, contextlib.ExitStack()
+        track, file, self._span = f"{call.kind}.{call.name or 'noname'}", self._timeline.file, contextlib.ExitStack()
+        if call.kind.data is Data.BEFORE:
+            track = f"allreduce.gradients.{dict(call.arguments)['grad_sync']}"
         self._span.enter_context(record_function(f"dualdist::{events[0]} {track}"))
         if file is not None:
             pid = file.track(track)
@@ -306,12 +290,6 @@ def _event_name(call: Call) -> str:
     if dict(call.arguments).get("op") == "Adasum":
         return "ADASUM"
     return call.kind.event
-
-
-def _track_name(call: Call) -> str:
-    if call.kind.data is Data.BEFORE:  # gradients
-        return f"allreduce.gradients.{dict(call.arguments)['grad_sync']}"
-    return f"{call.kind}.{call.name or 'noname'}"
 
 
 def _shown(call: Call) -> dict[str, str]:

@@ -10,15 +10,13 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
 
 import torch
 
 from ..core.agreement.call import Record
-from ..core.agreement.guard import Observer
-from ..core.backends.base import Work
 from .report import Report, shares
 
 _MAIN = threading.main_thread().ident
@@ -46,7 +44,7 @@ class _Marks:
         return [((now - start) / 1e9, (waited - before) / 1e9) for now, waited in self._marks]
 
 
-class Usage(Observer):
+class Usage:
     """The times of this rank. Only the main thread's count, and those of autograd's threads, in which it waits."""
 
     def __init__(self) -> None:
@@ -60,13 +58,11 @@ class Usage(Observer):
         """Since the start, and since the last `take`."""
         self.last_report: Report | None = None
         """What `combined` has returned last."""
-        self._end_measuring: Callable[[], None] | None = None
-
-    def sent(self, work: Work, name: str, params: Iterable[str], bucket: torch.Tensor) -> Work:
-        self.reduced += bucket.nbytes
-        return work
+        self.end_measuring: Callable[[], None] | None = None
+        """Ends `measure_loading`. None: the time for a batch of a DataLoader counts as computing."""
 
     def waited(self, record: Record, since: int) -> None:
+        """The script has waited for a call, as in Observer."""
         if get_ident() == _MAIN or _is_of_the_script():
             begin = max(record.called, since)
             # There is none of `join`, which waits for the others' calls.
@@ -77,6 +73,7 @@ class Usage(Observer):
             self._mark(record.ended)
 
     def waited_for_data(self, since: int) -> None:
+        """The script has waited for gradients, as in Observer."""
         if _is_of_the_script():
             now = time.time_ns()
             self._data += now - since
@@ -87,16 +84,11 @@ class Usage(Observer):
             if now >= marks.next:
                 marks.add(now, self._waiting + self._data)
 
-    @property
-    def measures_loading(self) -> bool:
-        """Whether the time for a batch of a DataLoader counts as such. Until then, it counts as computing."""
-        return self._end_measuring is not None
-
     def measure_loading(self) -> None:
-        """From now on until `close`, count how long DataLoaders take for the next batch."""
+        """From now on, count how long DataLoaders take for the next batch."""
         from torch.utils.data import dataloader
 
-        if self.measures_loading:
+        if self.end_measuring is not None:
             return
         former = dataloader._BaseDataLoaderIter.__next__
 
@@ -114,12 +106,7 @@ class Usage(Observer):
                 dataloader._BaseDataLoaderIter.__next__ = former  # type: ignore[method-assign]
 
         dataloader._BaseDataLoaderIter.__next__ = timed  # type: ignore[assignment, method-assign]
-        self._end_measuring = end
-
-    def close(self) -> None:
-        """End `measure_loading`."""
-        if self._end_measuring is not None:
-            self._end_measuring()
+        self.end_measuring = end
 
     def take(self, rank: int, size: int) -> Report:
         """Return the shares of the time since the last `take`, which add up to 1."""

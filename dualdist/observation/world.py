@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..core.agreement.guard import Observation, Observer, Pending
 from ..core.backends.base import Backend
-from ..core.checks import flag, path
+from ..core.checks import flag
+from ..core.checks import path as checked_path
 from ..core.collectives.objects import allgather_object
 from ..core.launch import is_on
 from ..core.meeting.links import own_node
@@ -33,30 +34,35 @@ class WorldObservation(Observation):
         self.watch = StallWatch(backend.rank, backend.size, backend.address, settings)
         self.usage = self.watch.usage
         server = self.watch.server
-        self.contact = None if server is None else server.contact, CpuThreads.of_this_process()
+        cpus, threads = os.sched_getaffinity(0), torch.get_num_threads()
+        own: CpuThreads = own_node(), 0 if os.environ.get("OMP_NUM_THREADS") else threads, len(cpus), min(cpus)
+        self.contact = None if server is None else server.contact, own
         self.timeline = Timeline(backend)
         self._dump: Dump | None = None
 
-    def observers(self, name: str, ranks: tuple[int, ...], pending: Pending | None) -> Sequence[Observer]:
-        watched = self.watch.add_channel(name, ranks, pending)
-        return [watched] if pending is None else [watched, self.usage, self.timeline.of_channel(name, ranks)]
+    def observer(self, name: str, ranks: tuple[int, ...], pending: Pending | None) -> Observer:
+        if pending is None:
+            return self.watch.add_channel(name, ranks)
+        return self.watch.add_channel(name, ranks, pending, self.timeline.of_channel(name, ranks))
 
     def start(self, contacts: Sequence[Any]) -> None:
         servers = [server and Contact(*server) for server, _ in contacts]
         self.watch.start([server for server in servers if server is not None])
         self._dump = Dump(self.watch, self._env.get("DUALDIST_DUMP_DIR"), repr(servers[0]))
         if self.watch.rank == 0:
-            warn_of_too_many_threads(CpuThreads(*threads) for _, threads in contacts)
+            _warn_of_too_many_threads(tuple(threads) for _, threads in contacts)
         if is_on(self._env, "DUALDIST_SUMMARY") or (self.watch.slow_share or 1) < 1:
             self.usage.measure_loading()
-        self.timeline.open_if_asked(self._env)
+        if (path := self._env.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):  # that asks for start_timeline()
+            self.timeline.open(path, is_on(self._env, "HOROVOD_TIMELINE_MARK_CYCLES"))
 
     def leave(self) -> None:
         self.watch.close()
 
     def close(self) -> None:
         self.timeline.close()
-        self.usage.close()
+        if self.usage.end_measuring is not None:
+            self.usage.end_measuring()
         if self._dump is not None:
             self._dump.close()
             if is_on(self._env, "DUALDIST_SUMMARY"):
@@ -74,33 +80,22 @@ class WorldObservation(Observation):
 # processes starts one thread per CPU.
 
 
-class CpuThreads(NamedTuple):
-    """The threads of a process, and the CPUs that it may use."""
+CpuThreads = tuple[str, int, int, int]
+"""The host of a process, as `own_node` names it, its threads, the CPUs that it may use, and the first of these.
 
-    host: str
-    """As `own_node` names it."""
-    threads: int
-    cpus: int
-    first_cpu: int
-    """The lowest number among the CPUs. Processes that are bound to other CPUs differ in it."""
-
-    @classmethod
-    def of_this_process(cls) -> CpuThreads:
-        """Return those of this process. The number of threads is 0 if the user has set OMP_NUM_THREADS."""
-        cpus = os.sched_getaffinity(0)
-        threads = 0 if os.environ.get("OMP_NUM_THREADS") else torch.get_num_threads()
-        return cls(own_node(), threads, len(cpus), min(cpus))
+The threads are 0 if the user has set OMP_NUM_THREADS. Processes that are bound to other CPUs differ in the first one.
+"""
 
 
-def warn_of_too_many_threads(processes: Iterable[CpuThreads]) -> None:
+def _warn_of_too_many_threads(processes: Iterable[CpuThreads]) -> None:
     """Log one warning if, on a host, processes that share CPUs have more threads than CPUs. Local."""
-    for mine, count in Counter(processes).items():
-        if count > 1 and mine.threads * count > mine.cpus:
-            best = max(1, mine.cpus // count)
+    for (host, threads, cpus, _), count in Counter(processes).items():
+        if count > 1 and threads * count > cpus:
+            best = max(1, cpus // count)
             logger.warning(
                 "On %s, %d processes with %d threads each share %d CPUs. This can make training several times slower. "
                 "Set OMP_NUM_THREADS=%d for all processes (with Open MPI: mpirun -x OMP_NUM_THREADS=%d).",
-                *(mine.host.rpartition("-")[0], count, mine.threads, mine.cpus, best, best),
+                *(host.rpartition("-")[0], count, threads, cpus, best, best),
             )
             return
 
@@ -125,7 +120,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
         ConfigurationError: the file cannot be written.
         NotInitializedError: before `init()`.
     """
-    _observation().timeline.open(str(path("file_path", file_path)), flag("mark_cycles", mark_cycles))
+    _observation().timeline.open(str(checked_path("file_path", file_path)), flag("mark_cycles", mark_cycles))
 
 
 def stop_timeline() -> None:

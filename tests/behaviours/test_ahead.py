@@ -86,7 +86,7 @@ def devices(channel: Channel | None = None, ranks: Sequence[int] = ()) -> Iterat
     channel = channel or world
     with pytest.MonkeyPatch.context() as patch:
         for one in (world, channel):
-            guard = functools.partial(one._guard.run, one.gradient_observers)
+            guard = functools.partial(one._guard.run, one.gradient_observer)
             patch.setattr(one, "ahead", Ahead(one.run, guard, make))
         patch.setattr(sync_batch_norm, "has_streams", lambda wire: True)
         patch.setattr(sync_batch_norm, "payload_capacity", lambda size, most: 0)

@@ -23,7 +23,7 @@ class Ranks:
 
     def __init__(self, deadline: float) -> None:
         self.reported: list[tuple[str, str]] = []
-        self.gradient_observers, self.all, self.failures = self, [self], dict[str, str]()
+        self.gradient_observer, self.failures = self, dict[str, str]()
         self._deadline = deadline
 
     def report_failure(self, step: str, text: str) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from dualdist.core import accelerator
 from dualdist.core.agreement.call import Call
-from dualdist.core.agreement.guard import Guard, Observers
+from dualdist.core.agreement.guard import Guard, Observer
 from dualdist.core.collectives.allreduce import ALLREDUCE
 from dualdist.core.collectives.join import _device_of
 from dualdist.core.types import Sum
@@ -64,10 +64,10 @@ def test_groups_are_aborted_after_the_other_ranks_can_notice(error: BaseExceptio
     events: list[str] = []
     guarded = guard(events)
     with pytest.raises(type(error)):
-        guarded.run(Observers(), CALL, mock.Mock(side_effect=error))
+        guarded.run(Observer(), CALL, mock.Mock(side_effect=error))
     assert events == ["connections closed", "groups aborted"]
     with pytest.raises(HorovodInternalError, match=r"cannot run: .*shutdown\(\) and init\(\)"):
-        guarded.run(Observers(), CALL, mock.Mock())
+        guarded.run(Observer(), CALL, mock.Mock())
 
 
 @pytest.mark.usefixtures("destroyed")

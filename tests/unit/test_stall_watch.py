@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from dualdist.core.agreement.call import Call
-from dualdist.core.agreement.guard import Guard, Observers
+from dualdist.core.agreement.guard import Guard
 from dualdist.core.collectives import join
 from dualdist.core.collectives.allreduce import ALLREDUCE
 from dualdist.core.types import Settings
@@ -119,10 +119,10 @@ def test_ranks_that_wait_for_their_devices_give_up_when_a_member_does(ranks: Seq
         connections = mock.Mock(**{"has_failed_peer.return_value": False})
         connections.lost_peers.return_value = connections.peers_that_succeeded.return_value = []
         guard = Guard(connections, functools.partial(given_up.append, name))
-        observers = Observers([getattr(ranks[4], name)])
-        guard.run(observers, BARRIER, mock.Mock())
+        observer = getattr(ranks[4], name)
+        guard.run(observer, BARRIER, mock.Mock())
         for _ in range(2):
-            guard.check_peers(observers)
+            guard.check_peers(observer)
     assert given_up == ["world"]
 
 
@@ -144,7 +144,7 @@ def test_a_rank_that_gave_up_and_left_is_not_missing(ranks: Sequence[Rank]) -> N
     guard = Guard(mock.Mock(), lambda: None)
     channel.number -= 1  # of the call that rank 1 has given up
     with pytest.raises(StallError, match=r"missing ranks: \[2, 3, 4\]\."):
-        guard.run(Observers([channel]), LOSS, mock.Mock(side_effect=StallError("its own timeout")))
+        guard.run(channel, LOSS, mock.Mock(side_effect=StallError("its own timeout")))
 
 
 def test_a_rank_that_waits_for_another_call_is_missing_unless_it_has_made_both(

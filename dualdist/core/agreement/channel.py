@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -33,14 +33,14 @@ from ..backends.base import Group
 from ..checks import add_note, text_of
 from .call import Call, Data, Kind, Record, call_site, no_data
 from .connections import ACTIVE, FAILED, JOINED, Connections, Execute, PendingCall, Verdict, agree
-from .guard import Guard, Observer, Observers, Pending, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
+from .guard import Guard, Observer, Pending, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
 from .matching import Match, Standing, match
 
 T = TypeVar("T")
 P = ParamSpec("P")
 JOIN = Kind("join", "JOIN", Data.NONE)
-Observe = Callable[[str, tuple[int, ...], Pending | None], Sequence[Observer]]
-"""`Observation.observers`."""
+Observe = Callable[[str, tuple[int, ...], Pending | None], Observer]
+"""`Observation.observer`."""
 
 # A call of this rank until it has ended.
 
@@ -65,7 +65,7 @@ class Request(Generic[T]):
         """Whether `get` would return at once."""
         self.on_wait: Callable[[], None] = lambda: None
         """Called when a thread begins to wait for the result: the others must learn that this rank may be blocked."""
-        self.on_waited: Sequence[Callable[[Record, int], None]] = ()
+        self.on_waited: Callable[[Record, int], None] = lambda record, since: None
         """Called when a thread has waited for the result."""
         self._failure_text = error
         self._value: Any = None
@@ -97,8 +97,7 @@ class Request(Generic[T]):
                 while not self._unended.acquire(timeout=_WAIT_SECONDS):
                     pass
                 self._unended.release()
-            for waited in self.on_waited:
-                waited(self.record, since)
+            self.on_waited(self.record, since)
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[no-any-return]
@@ -195,10 +194,9 @@ class Channel:
         self._guard = Guard(connections, functools.partial(abort, self))
         # Without `self`: observers outlive the channel of a removed process set, and groups are freed early.
         pending = self._pending
-        calls = observe(name, data.ranks, lambda: [request.call for request in list(pending)])
-        observers = self.observers = Observers(calls)
-        data.find_cause = lambda: "".join([cause() for cause in observers.cause])
-        self.gradient_observers = Observers(observe(f"{name}, gradients", data.ranks, None))
+        self.observer = observe(name, data.ranks, lambda: [request.call for request in list(pending)])
+        data.find_cause = self.observer.cause
+        self.gradient_observer = observe(f"{name}, gradients", data.ranks, None)
         """Of the exchange over `gradients`."""
         self.ahead: Any = None
         """Runs calls ahead of the device (devices/ahead.py); None where each call has an agreement."""
@@ -206,7 +204,7 @@ class Channel:
         """Sends gradients of a device through the host (devices/through_host.py), once some must be."""
         self._groups = [data, gradients]
         if make_ahead is not None and (run_ahead := extension("run_ahead")) is not None:
-            guard = functools.partial(self._guard.run, Observers(observe(f"{name}, ahead", data.ranks, None)))
+            guard = functools.partial(self._guard.run, observe(f"{name}, ahead", data.ranks, None))
             self.ahead = run_ahead(self.run, guard, make_ahead)
             self._groups.append(self.ahead)
 
@@ -248,11 +246,11 @@ class Channel:
 
         Collective over the process set. Raises StallError and HorovodInternalError as `run` does.
         """
-        return self._guard.run(self.gradient_observers, call, step, *args, **kwargs)
+        return self._guard.run(self.gradient_observer, call, step, *args, **kwargs)
 
     def check_peers(self) -> None:
         """End the collectives in progress if a member has died. For devices, from a thread of its own. Local."""
-        self._guard.check_peers(self.observers, lambda: self.ahead and self.ahead.unfinished())
+        self._guard.check_peers(self.observer, lambda: self.ahead and self.ahead.unfinished())
 
     def deadline(self) -> float:
         """Return when a wait that begins now has stalled, on the clock of `time.monotonic`. Local."""
@@ -290,7 +288,7 @@ class Channel:
     # Pending calls
 
     def _enqueue(self, request: Request[T]) -> Request[T]:
-        request.on_wait, request.on_waited = self._news.give, self.observers.waited
+        request.on_wait, request.on_waited = self._news.give, self.observer.waited
         if request.call.name is not None:
             self._named[request.call.key] = request
         if self._worker is None:
@@ -322,7 +320,7 @@ class Channel:
     def _serve(self, oldest: Request[Any]) -> None:
         """Run a round of calls. If it fails, so does the oldest call."""
         try:
-            in_turn(oldest.call, self._guard.run, self.observers, oldest.call, self._run_round, oldest)
+            in_turn(oldest.call, self._guard.run, self.observer, oldest.call, self._run_round, oldest)
         except BaseException as error:
             oldest.end(error=error)
             self._forget(oldest)
@@ -339,20 +337,18 @@ class Channel:
         try:
             while not request.ended:
                 oldest = self._pending[0]
-                self._guard.run(self.observers, oldest.call, self._run_round, oldest)
+                self._guard.run(self.observer, oldest.call, self._run_round, oldest)
         except BaseException:
             self._forget(request)
             raise
         finally:
             self._own = None
             self._running.release()
-        for waited in self.observers.waited:
-            waited(request.record, 0)
+        self.observer.waited(request.record, 0)
         return request.get()
 
     def _add(self, request: Request[Any]) -> None:
-        for called in self.observers.called:
-            called(request.record)
+        self.observer.called(request.record)
         self._pending.append(request)
 
     def _forget(self, request: Request[Any]) -> None:
@@ -365,9 +361,7 @@ class Channel:
     def _run_round(self, oldest: Request[Any]) -> None:
         """Run the oldest call if it is the oldest one of all members, else the pending calls that match."""
         call = oldest.call
-        needs_times = False
-        for agreeing in self.observers.agreeing:
-            needs_times |= agreeing(call)
+        needs_times = self.observer.agreeing(call)
         verdict = agree(self._connections, oldest.state, call, oldest.issued, needs_times=needs_times)
         if verdict.call is None:
             with waiting_for(self._own):  # this thread runs calls, but its script waits for its own one
@@ -375,8 +369,7 @@ class Channel:
             self._end_matched(requests, found, oldest)
             return
         self._joined = frozenset()
-        for agreed in self.observers.agreed:
-            agreed(call, oldest.record, verdict.arrivals)
+        self.observer.agreed(call, oldest.record, verdict.arrivals)
         assert oldest.execute is not None  # a verdict with a call: the oldest requests of all are ACTIVE
         try:
             oldest.end(oldest.execute(self.group, verdict))
@@ -391,7 +384,7 @@ class Channel:
         assert execute is not None
         if not _communicates(call, verdict):
             return execute(self.group, verdict)
-        return self._guard.run(self.observers, call, execute, self.group, verdict)
+        return self._guard.run(self.observer, call, execute, self.group, verdict)
 
     def _find_match(self) -> tuple[list[Request[Any]], Match]:
         """Return this rank's requests, and what the members do about them. Waits until they do something."""
@@ -444,12 +437,11 @@ class Channel:
         if self.ahead is not None and any(outcome.verdict.steps_differ for outcome in found.outcomes):
             self.ahead.forget()  # on all members, also on those that do not raise
         raises = any(self.group.rank in outcome.verdict.raising for outcome in found.outcomes)
-        note = self.observers.notes("a call did not match on all ranks")() if raises else ""
+        note = self.observer.note("a call did not match on all ranks")() if raises else ""
         for outcome in found.outcomes:
             index, verdict = outcome.entries[self.group.rank], outcome.verdict
             request = None if index is None else requests[index]
-            for agreed in self.observers.agreed:
-                agreed(verdict.call, None if request is None else request.record, verdict.arrivals)
+            self.observer.agreed(verdict.call, None if request is None else request.record, verdict.arrivals)
             if request is None:
                 if verdict.call is not None:  # this rank has joined
                     self._execute_matched(verdict.call, verdict.call.stand_in, verdict)

@@ -1,7 +1,7 @@
 """Rules for the threads that make calls, the guard in which a channel runs them, and what others see of them.
 
 A thread makes one call at a time (`in_turn`). Which threads wait shows whether this rank can make another call
-(`is_blocked`). The Guard lets the observers see a call, and stops the channel when the backend fails. Other parts of
+(`is_blocked`). The Guard lets the observer see a call, and stops the channel when the backend fails. Other parts of
 the package observe calls: they override methods of Observer and Observation. The core does without them
 (dualdist/observation has them). A call that fails then raises the same error, which knows less of what the other ranks
 do.
@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -35,7 +35,7 @@ Pending = Callable[[], Iterable[Call]]
 
 
 class Observer:
-    """Sees the calls of one channel. Its methods run in the thread of the call, and delay it."""
+    """Sees the calls of one channel. Its methods run in the thread of the call, and delay it. This one ignores them."""
 
     def called(self, record: Record) -> None:
         """The script has made a call."""
@@ -70,19 +70,28 @@ class Observer:
     def waited_for_data(self, since: int) -> None:
         """The script has waited for data that is sent outside of calls, from `since` on."""
 
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Report the time in the `with` block to `waited_for_data`."""
+        since = time.time_ns()
+        try:
+            yield
+        finally:
+            self.waited_for_data(since)
+
     def note(self, why: str) -> Callable[[], str]:
         """Begin to keep what this rank does, because a call has failed. Return a function that returns what to say."""
         return str
 
     def explain(
         self, call: Call, error: HorovodInternalError, succeeded: Sequence[int], stop: Callable[[], None]
-    ) -> tuple[str, HorovodInternalError]:
-        """Return why no call can run any more after `error`, and the error that `call` raises.
+    ) -> tuple[str, HorovodInternalError] | None:
+        """Return why no call can run any more after `error`, and the error that `call` raises. None: unknown.
 
         succeeded: global ranks that have left the world, but not because of an exception. stop: ends the collectives in
-        progress, and lets the other members notice the failure. Call it once.
+        progress, and lets the other members notice the failure. Call it once, unless the result is None.
         """
-        raise NotImplementedError
+        return None
 
     def cause(self) -> str:
         """Return the ranks that have ended first, and tell the others."""
@@ -99,50 +108,18 @@ class Observer:
         """Let `failures[step]` be `text` on the other members. Waits a few seconds at most."""
 
 
-class Observers:
-    """The observers of one channel: for each event, the methods of those that override it. Others cost nothing."""
-
-    def __init__(self, observers: Sequence[Observer] = ()) -> None:
-        def of(event: Callable[Concatenate[Any, P], T]) -> tuple[Callable[P, T], ...]:
-            name = event.__name__
-            return tuple([getattr(one, name) for one in observers if getattr(type(one), name) is not event])
-
-        self.all = tuple(observers)
-        self.called, self.begun, self.ended = of(Observer.called), of(Observer.begun), of(Observer.ended)
-        self.agreeing, self.agreed = of(Observer.agreeing), of(Observer.agreed)
-        self.sent, self.interrupted = of(Observer.sent), of(Observer.interrupted)
-        self.waited, self.waited_for_data = of(Observer.waited), of(Observer.waited_for_data)
-        self.note, self.explain, self.cause = of(Observer.note), of(Observer.explain), of(Observer.cause)
-        self.others_gave_up = of(Observer.others_gave_up)
-
-    @contextlib.contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """Report the time in the `with` block as a wait for data."""
-        since = time.time_ns()
-        try:
-            yield
-        finally:
-            for waited in self.waited_for_data:
-                waited(since)
-
-    def notes(self, why: str) -> Callable[[], str]:
-        """Return what returns the `note` of all."""
-        notes = [note(why) for note in self.note]
-        return lambda: "".join([text() for text in notes])
-
-
 class Observation:
-    """Makes the observers of one world. This one makes none."""
+    """Makes the observers of one world. This one makes some that ignore the calls."""
 
     contact: Any = None
     """What `start` gets of this rank, in types of JSON."""
 
-    def observers(self, name: str, ranks: tuple[int, ...], pending: Pending | None) -> Sequence[Observer]:
-        """Return those of the channel `name`, of these global ranks.
+    def observer(self, name: str, ranks: tuple[int, ...], pending: Pending | None) -> Observer:
+        """Return that of the channel `name`, of these global ranks.
 
         pending: None for calls without agreements, such as those that send gradients.
         """
-        return ()
+        return Observer()
 
     def start(self, contacts: Sequence[Any]) -> None:
         """All ranks have met. contacts: of each. Local."""
@@ -158,7 +135,7 @@ class Observation:
 
 
 GAVE_UP = "a call failed or stalled"
-"""Why observers write a note."""
+"""Why an observer writes a note."""
 
 
 class _CallingThread:
@@ -287,7 +264,7 @@ class Guard:
         self._finding_cause = threading.Lock()
         """Held while `check_peers` asks the other ranks: the script goes on at once."""
 
-    def check_peers(self, observers: Observers, unfinished: Callable[[], object] = lambda: None) -> None:
+    def check_peers(self, observer: Observer, unfinished: Callable[[], object] = lambda: None) -> None:
         """If a peer has died or failed, end the collectives in progress and let every later call raise. Local.
 
         The host may wait for its device, and that for a peer. It must be gone in two checks: a call can raise first,
@@ -297,23 +274,23 @@ class Guard:
         unfinished: returns the last collective that the host does not wait for, None if it has ended.
         """
         before, self._lost = self._lost, None
-        if any([gave_up() for gave_up in observers.others_gave_up]) or self._connections.has_failed_peer():
+        if observer.others_gave_up() or self._connections.has_failed_peer():
             self._lost = True
         elif self._connections.peers_that_succeeded():
             self._lost = unfinished()
         is_lost = before is not None and self._lost in (True, before)
         if self._broken is None and self._last is not None and is_lost:
-            notes = observers.notes(GAVE_UP)
+            note = observer.note(GAVE_UP)
             with self._finding_cause:
-                failure = self._failure(observers, self._last, HorovodInternalError("a rank has ended"))
-            logger.error("%s %s", failure, notes())
+                failure = self._failure(observer, self._last, HorovodInternalError("a rank has ended"))
+            logger.error("%s %s", failure, note())
 
     def give_up(self) -> None:
         """Let every later call raise, because another channel has failed. Local."""
         self._broken = self._broken or "a call of another process set failed."
         self._connections.close()  # so that no member waits for this rank
 
-    def run(self, observers: Observers, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(self, observer: Observer, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `step(*args, **kwargs)`, observed. Members must run the same steps on the same channel.
 
         After a failure of the backend, every later call raises.
@@ -324,34 +301,31 @@ class Guard:
                     f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to continue."
                 )
         self._last = call
-        for begun in observers.begun:
-            begun(call)
+        observer.begun(call)
         try:
             return step(*args, **kwargs)
         except HorovodInternalError as error:
             if self._broken is not None:  # a step inside this one has failed
                 raise
-            notes = observers.notes(GAVE_UP)
-            failure = self._failure(observers, call, error)
-            add_note(failure, notes())
+            note = observer.note(GAVE_UP)
+            failure = self._failure(observer, call, error)
+            add_note(failure, note())
             raise failure from error.__cause__ or error
         except BaseException as error:  # such as KeyboardInterrupt: it is unknown how far this rank got
             if self._broken is not None:
                 raise
-            for interrupted in observers.interrupted:
-                interrupted(error)
+            observer.interrupted(error)
             self._stop(f"{call.brief} was interrupted: {error!r}.")
             raise
         finally:
-            for ended in observers.ended:
-                ended()
+            observer.ended()
 
     def _stop(self, why: str) -> None:
         self._broken = why
         self._connections.close()  # so that no member waits for this rank
         self._abort()
 
-    def _failure(self, observers: Observers, call: Call, error: HorovodInternalError) -> HorovodInternalError:
+    def _failure(self, observer: Observer, call: Call, error: HorovodInternalError) -> HorovodInternalError:
         """Let every later call raise, and return the error of this one."""
         failed = f"{call.brief} failed: {str(error).rstrip('.')}."
         lost, succeeded = self._connections.lost_peers(), self._connections.peers_that_succeeded()
@@ -359,8 +333,8 @@ class Guard:
         if isinstance(error, OutOfStepError):
             stop()
             return HorovodInternalError(failed)
-        for explain in observers.explain:
-            self._broken, failure = explain(call, error, succeeded, stop)
+        if (explained := observer.explain(call, error, succeeded, stop)) is not None:
+            self._broken, failure = explained
             return failure
         stop()
         if isinstance(error, StallError):

@@ -399,10 +399,8 @@ class Reducer:
         return self.sets_early and (hook is None or hook.only_starts)
 
     def _recorded(self, channel: Channel, place: int, memory: BucketMemory, work: Work) -> Work:
-        for sent in channel.observers.sent:
-            names = (param.name for param in memory.params)
-            work = sent(work, f"gradients.{self._id}.{place}", names, memory.flat)
-        return work
+        names = (param.name for param in memory.params)
+        return channel.observer.sent(work, f"gradients.{self._id}.{place}", names, memory.flat)
 
     def is_reduced(self, index: int) -> bool:
         """Return whether the gradient at `index` was reduced since the last step, and backward has not added to it."""
@@ -496,7 +494,7 @@ class Reducer:
             if isinstance(sent.work, FailedWork):  # the error finds the rank that has left
                 in_turn(call, channel.receive, call, sent.work.wait)
         if self._sent and not channel.num_joined:  # a joined rank sends only after the announcement
-            with channel.observers.waiting_for_data():
+            with channel.observer.waiting_for_data():
                 in_turn(call, self._sent[-1].work.wait_for, _DATA_FIRST_SECONDS)
         try:
             # On a device, also compare the calls that ran ahead in this step.
@@ -508,7 +506,7 @@ class Reducer:
             channel.sent_digest = 0  # no rank uses what was sent, in whatever order
             raise
         mismatch = channel.ahead and channel.ahead.end_step_of_parts(call, channel, current().channels)
-        with channel.observers.waiting_for_data():
+        with channel.observer.waiting_for_data():
             keep = not (wrong or mismatch)
             hook_error = in_turn(call, channel.receive, call, self._receive, channel, keep=keep, settled=not wrong)
         if mismatch:
