@@ -56,27 +56,20 @@ def checked_buffers(broadcast: Any, forward_sync: Any) -> tuple[bool, bool]:
     """Return whether to copy rank 0's buffers at the start, and before each forward. The rules are torch's (2.13)."""
     both = True if broadcast is None else flag("broadcast_buffers", broadcast)
     is_deprecated = "forward_sync_buffers" in inspect.signature(TorchDataParallel.__init__).parameters
-    if broadcast is not None and forward_sync is not None:
-        _warn("`broadcast_buffers` is ignored, because `forward_sync_buffers` replaces it. Pass only the latter.")
-    elif broadcast is not None and is_deprecated:
-        _warn(
-            "`broadcast_buffers` is deprecated in torch. Use `forward_sync_buffers`; buffers are then always copied at "
-            "the start."
-        )
+    if broadcast is not None and (is_deprecated or forward_sync is not None):
+        text = "`broadcast_buffers` is ignored, because `forward_sync_buffers` replaces it. Pass only the latter."
+        if forward_sync is None:
+            text = "`broadcast_buffers` is deprecated in torch. Use `forward_sync_buffers`; buffers are then always "
+            text += "copied at the start."
+        warnings.warn(text, FutureWarning, stacklevel=4)
     return (both, both) if forward_sync is None else (True, flag("forward_sync_buffers", forward_sync))
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, FutureWarning, stacklevel=5)
 
 
 def checked_caps(caps: Any) -> list[float]:
     """Return the sizes in `bucket_cap_mb_list`; none if it is None."""
-    if caps is None:
-        return []
     rule = "a list of sizes in MiB"
-    given = items("bucket_cap_mb_list", caps, rule)
-    if not given:
+    given = items("bucket_cap_mb_list", () if caps is None else caps, rule)
+    if caps is not None and not given:
         raise ValueError(f"`bucket_cap_mb_list` must be {rule}, but is empty instead. Pass at least one.")
     return [number(f"bucket_cap_mb_list[{place}]", cap, above=0) for place, cap in enumerate(given)]
 

@@ -52,10 +52,7 @@ def reduction_of(config: Any) -> type[Compressor]:
 
 
 class MixedPrecision:
-    """Casts the buffers of a module once, and its parameters and inputs for each forward.
-
-    A context manager around a forward, so that the parameters are also put back after a KeyboardInterrupt.
-    """
+    """Casts the buffers of a module once, and its parameters and inputs for each forward."""
 
     def __init__(self, module: torch.nn.Module, config: Any, ignored: Collection[str]) -> None:
         """ignored: names of parameters and buffers that keep their dtype."""
@@ -76,7 +73,8 @@ class MixedPrecision:
             part.register_forward_hook(self._after_forward, always_call=True)
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """Return `inputs` with the floating-point tensors in it cast, as torch does."""
+        """Return `inputs` with the floating-point tensors in it cast, as torch does. A forward begins."""
+        self.restore()  # what was interrupted in a backward
         return tree_map_only(torch.Tensor, self._cast, inputs)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -93,28 +91,20 @@ class MixedPrecision:
     def _after_forward(self, part: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         self._depth -= part is self._outermost
         if not self._depth:
-            self._restore()
+            self.restore()
 
     def _replace(self, prefix: str, part: torch.nn.Module) -> None:
-        casts: dict[int, torch.Tensor] = {}
+        cast = functools.cache(self._cast)  # a parameter may be in several places
         for place, owner in part.named_modules(prefix=prefix):
-            for name, param in owner._parameters.items():
-                if param is None or f"{place}.{name}".lstrip(".") in self._ignored:
-                    continue
-                if id(param) not in casts:
-                    casts[id(param)] = self._cast(param)
-                places: dict[str, Any] = owner._parameters
-                self._replaced.append((places, name, param))
-                places[name] = casts[id(param)]
+            places: dict[str, Any] = owner._parameters
+            for name, param in places.items():
+                if param is not None and f"{place}.{name}".lstrip(".") not in self._ignored:
+                    self._replaced.append((places, name, param))
+                    places[name] = cast(param)
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Put the parameters back. Hooks of torch do so, except after a KeyboardInterrupt."""
         while self._replaced:
             places, name, param = self._replaced.pop()
             places[name] = param
         self._outermost, self._depth = None, 0
-
-    def __enter__(self) -> None:
-        self._restore()
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()

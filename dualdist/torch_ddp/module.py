@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.utils._pytree import tree_map_only
 
@@ -39,7 +40,6 @@ from .arguments import (
     logged_facts,
     set_of_group_or_mesh,
 )
-from .hooks import BufferHook, builtin_comm_hook, join_hook, notify_join, take_over_optimizers
 from .mixed_precision import MixedPrecision, checked_mixed_precision, reduction_of
 from .state import WrappedState, with_prefix
 
@@ -90,7 +90,7 @@ class DistributedDataParallel(SynchronizedModule):
 
     _of_this_rank: ClassVar[set[str]] = {
         *("_combiner", "_process_set", "_wrapped", "_parts", "_recorded"),
-        *("_process_group", "_torch_join", "_join_config", "_in_backward"),
+        *("_process_group", "_torch_join", "_join_config", "_in_backward", "_futures"),
     }
     """Attributes that copies do not get."""
 
@@ -165,7 +165,10 @@ class DistributedDataParallel(SynchronizedModule):
         self.bucket_bytes_cap = BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in caps]
         self._process_group: Any = process_group
-        self._buffer_hook: BufferHook | None = None
+        self._buffer_hook: Callable[[Any], Any] | None = None
+        """Synchronizes buffers, which it gets by their names, in place of copying rank 0's. It may return futures."""
+        self._hooks_after_forward = True
+        """Whether it is called after forward, not before."""
         self._casts = None if mixed_precision is None else MixedPrecision(module, mixed_precision, ignored)
 
     def _enter(self) -> None:
@@ -181,6 +184,8 @@ class DistributedDataParallel(SynchronizedModule):
         """Whether averages divide by the number of active ranks in a Join context of torch."""
         self._in_backward: list[torch.Tensor] | None = None
         """Parameters whose optimizers step in backward; None before the first forward."""
+        self._futures: list[Any] = []
+        """What the hook for buffers has returned."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module. Collective in training mode while gradients are enabled, when it has buffers."""
@@ -197,11 +202,12 @@ class DistributedDataParallel(SynchronizedModule):
             # torch.compile splits the module's graphs at buckets, so that these can be sent during backward.
             if CAN_SPLIT_GRAPHS and self.bucket_bytes_cap >= FIRST_BUCKET_BYTES:  # else torch raises
                 TorchDataParallel._active_ddp_module = cast(Any, self)
-            with self._casts or contextlib.nullcontext():
-                outputs = self.module(*inputs, **kwargs)
+            outputs = self.module(*inputs, **kwargs)
         finally:
             TorchDataParallel._active_ddp_module = outer
-        if self._syncs_buffers and self._buffer_hook is not None and self._buffer_hook.after_forward:
+            if self._casts is not None:
+                self._casts.restore()  # after a KeyboardInterrupt, too
+        if self._syncs_buffers and self._buffer_hook is not None and self._hooks_after_forward:
             self._run_buffer_hook()
         return outputs
 
@@ -209,7 +215,7 @@ class DistributedDataParallel(SynchronizedModule):
     def _prepare(self) -> None:
         if self._torch_join is not None:
             if self._torch_join() is not None and self._join_config.enable:
-                notify_join(self)
+                Join.notify_join_context(cast(Any, self))  # collective, also of ranks that have left the context
                 self._set_divisor(True)
             else:  # an exception has ended the context
                 self._leave_torch_join()
@@ -225,19 +231,30 @@ class DistributedDataParallel(SynchronizedModule):
     def _copy_buffers(self) -> None:
         if self._buffer_hook is None:
             super()._copy_buffers()
-        elif not self._buffer_hook.after_forward:
+        elif not self._hooks_after_forward:
             self._run_buffer_hook()
 
     @not_compiled
     def _run_buffer_hook(self) -> None:
         assert self._buffer_hook is not None
-        self._buffer_hook.run(self._named_buffers())
+        self._wait_for_buffers()
+        with torch.no_grad():
+            self._futures = list(self._buffer_hook(self._named_buffers()) or ())
+
+    def _wait_for_buffers(self) -> None:
+        while self._futures:
+            self._futures.pop(0).wait()
 
     def _take_over_optimizers(self) -> None:
-        """Have optimizers that step in backward step when the gradients are combined."""
+        """Have optimizers that step in backward step when the gradients are combined, not in torch's own hooks."""
         self._in_backward = []
         if isinstance(self._combiner, GradSync):
-            self._in_backward = take_over_optimizers(param for _, param in self._named())
+            self._in_backward = [param for _, param in self._named() if hasattr(param, "_in_backward_optimizers")]
+            if self._in_backward:
+                from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map as hooks
+
+                for handle in [handle for param in self._in_backward for handle in hooks.get(param, ())]:
+                    handle.remove()
             if self._in_backward or self._buffer_hook is not None:
                 # A reference to this wrapper, such as that of a hook, would keep it alive.
                 self._combiner.after_combining = functools.partial(_end_backward, weakref.ref(self))
@@ -303,10 +320,7 @@ class DistributedDataParallel(SynchronizedModule):
 
     @contextlib.contextmanager
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Iterator[None]:
         """Train with different numbers of batches: a rank that leaves the `with` block still takes part for the others.
 
@@ -345,15 +359,7 @@ class DistributedDataParallel(SynchronizedModule):
         by_all = kwargs.get("divide_by_initial_world_size", True)
         self._divides_by_active = not flag("divide_by_initial_world_size", by_all)
 
-        def shadow() -> None:
-            self._set_divisor(False)
-            self._combiner.shadow()
-
-        def end(is_last: bool) -> None:
-            self._overwrite(self._reduced(rank() if is_last else -1, Max, "join.last"))
-            self._leave_torch_join()
-
-        hook = join_hook(shadow, end)
+        hook = _JoinHook(self)
         self._torch_join = weakref.ref(hook)
         return hook
 
@@ -393,9 +399,7 @@ class DistributedDataParallel(SynchronizedModule):
     """Which Join context of torch is active: none. The context sets it."""
 
     reducer = SimpleNamespace(
-        prepare_for_forward=lambda: None,
-        prepare_for_backward=lambda outputs: None,
-        _rebuild_buckets=lambda: False,
+        prepare_for_forward=lambda: None, prepare_for_backward=lambda outputs: None, _rebuild_buckets=lambda: False
     )
     """What frameworks call on torch's Reducer before a backward that must average. It has nothing to do here."""
 
@@ -485,7 +489,20 @@ class DistributedDataParallel(SynchronizedModule):
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Combine gradients by a built-in hook of torch. Collective. Raises as `register_comm_hook`."""
-        self.register_comm_hook(None, builtin_comm_hook(comm_hook_type))
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        kinds = torch.distributed.BuiltinCommHookType
+        hooks = {kinds.ALLREDUCE: default_hooks.allreduce_hook, kinds.FP16_COMPRESS: default_hooks.fp16_compress_hook}
+        if comm_hook_type not in hooks:
+            raise TypeError(
+                f"`comm_hook_type` must be one of {[str(known) for known in hooks]}, but is {comm_hook_type!r} instead."
+            )
+
+        def hook(state: Any, bucket: Any) -> Any:
+            return hooks[comm_hook_type](state, bucket)
+
+        hook.__qualname__ = str(comm_hook_type)
+        self.register_comm_hook(None, hook)
 
     def _register_buffer_comm_hook(self, state: Any, hook: Any, comm_hook_location: Any = None) -> None:
         """Synchronize buffers by `hook` instead of copying rank 0's, as in torch. Collective.
@@ -497,8 +514,8 @@ class DistributedDataParallel(SynchronizedModule):
         rule = "a function of a state and a dict of buffers"
         if not callable(hook):
             raise wrong("hook", rule, hook, "Pass a function.", TypeError)
-        after_forward = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
-        self._buffer_hook = BufferHook(hook, state, after_forward)
+        self._hooks_after_forward = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
+        self._buffer_hook = functools.partial(hook, state)
         self._in_backward = None  # the next forward lets backward wait for the futures
 
     def _default_broadcast_coalesced(
@@ -536,13 +553,28 @@ class DistributedDataParallel(SynchronizedModule):
         return [f"module.{name}" for name in self.parameters_to_ignore]
 
 
+class _JoinHook(JoinHook):
+    """What torch's Join context calls on a rank without more data."""
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = wrapper
+
+    def main_hook(self) -> None:
+        self._wrapper._set_divisor(False)
+        self._wrapper._combiner.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        wrapper = self._wrapper
+        wrapper._overwrite(wrapper._reduced(rank() if is_last_joiner else -1, Max, "join.last"))
+        wrapper._leave_torch_join()
+
+
 def _end_backward(reference: weakref.ref[DistributedDataParallel]) -> None:
     """Wait for buffers, and step the optimizers that step in backward."""
     wrapper = reference()
     if wrapper is None:
         return
-    if wrapper._buffer_hook is not None:
-        wrapper._buffer_hook.wait()
+    wrapper._wait_for_buffers()
     for param in wrapper._in_backward or ():
         for optimizer in cast(Any, param)._in_backward_optimizers:
             optimizer.step()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class WrappedState(OrderedDict[str, Any]):
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce__(self) -> Any:
         """Pickle as an OrderedDict with the names of the bare model."""
         made: Any = OrderedDict(
             (name.removeprefix(PREFIX) if name in self._wrapped_names else name, value) for name, value in self.items()
@@ -49,10 +49,7 @@ class WrappedState(OrderedDict[str, Any]):
             # The wrapper's own name is "", that of the model "module".
             known = self._metadata.items()
             made._metadata = OrderedDict((name.removeprefix("module").lstrip("."), value) for name, value in known)
-        return made.__reduce_ex__(protocol)
-
-    def __reduce__(self) -> Any:
-        return self.__reduce_ex__(2)
+        return made.__reduce__()
 
 
 def with_prefix(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
@@ -60,8 +57,8 @@ def with_prefix(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> 
 
     module: the model in the wrapper, which may have a part of its own that is called "module".
     """
-    own: Callable[[str], bool] = set(module.state_dict()).__contains__
+    own = set(module.state_dict())
     for key in [key for key in state if key.startswith(prefix)]:
         name = key[len(prefix) :]
-        if own(name) or not name.startswith(PREFIX):
+        if name in own or not name.startswith(PREFIX):
             state[prefix + PREFIX + name] = state.pop(key)

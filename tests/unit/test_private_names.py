@@ -73,7 +73,8 @@ CALLED_BY_OTHERS = {
 
 PATCHES = {
     "torch_ddp/module.py": {
-        "TorchDataParallel._active_ddp_module = ": "torch.compile asks it for the wrapper whose forward runs"
+        "TorchDataParallel._active_ddp_module = ": "torch.compile asks it for the wrapper whose forward runs",
+        "handle.remove()": "torch's hooks would step on gradients of one rank",
     },
     "observation/usage.py": {
         "dataloader._BaseDataLoaderIter.__next__ = ": "once a report is asked for: torch tells no loading times"
@@ -86,7 +87,6 @@ PATCHES = {
         "c10d._hash_ranks_to_str = ": "groups that only their members make need equal names",
         "torch_world.group_count = ": "the other ranks do not count such a group",
     },
-    "torch_ddp/hooks.py": {"handle.remove()": "torch's hooks would step on gradients of one rank"},
     "checkpoint/signals.py": {
         "BaseProcess.start = ": "while signals are watched, they must not end the daemonic processes, too"
     },
