@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -24,41 +23,27 @@ def _facts() -> Mapping[str, bool | int]:
         env = without_copies(os.environ)
         return _built_into(choose(None, None, detect(env), env).backend)
     backend = current_or_inherited().backend
-    if isinstance(backend, KnowsBuild):
-        return backend.facts()
+    if hasattr(backend, "facts"):
+        return backend.facts()  # type: ignore[no-any-return]
     transport = TRANSPORTS.get(backend.transport)
     is_mpi, threads = transport is not None and transport.needs_mpi, False
     if is_mpi and importlib.util.find_spec("mpi4py") is not None:
         from mpi4py import MPI
 
         threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    used = {
-        "mpi_enabled": is_mpi,
-        "gloo_enabled": bool(transport) and not is_mpi,
-        "mpi_threads_supported": threads,
-    }
+    used = {"mpi_enabled": is_mpi, "gloo_enabled": bool(transport) and not is_mpi, "mpi_threads_supported": threads}
     return {**_built_into(type(backend)), **used}
 
 
-@runtime_checkable
-class KnowsBuild(Protocol):
-    """A backend with a build of its own, under the names of Horovod's queries. A missing name means False."""
-
-    @classmethod
-    def built(cls) -> Mapping[str, bool | int]:
-        """Return what is built into the backend."""
-
-    def facts(self) -> Mapping[str, bool | int]:
-        """Return what is built into the backend and what is in use."""
-
-
 def _built_into(backend: type[Backend]) -> Mapping[str, bool | int]:
-    """Return what is built into the backend, or else into torch. MPI counts if mpi4py is installed, which provides it.
+    """Return what is built into the backend, by the names of the functions here; what is missing is False.
 
-    NCCL counts only with a GPU: recipes for Adasum scale the learning rate by `local_size()` if `nccl_built()`.
+    Horovod has a build of its own: its backend returns that in `built`, in `facts` also what is in use. The others use
+    torch's. MPI counts if mpi4py is installed, which provides it. NCCL counts only with a GPU: recipes for Adasum scale
+    the learning rate by `local_size()` if `nccl_built()`.
     """
-    if issubclass(backend, KnowsBuild):
-        return backend.built()
+    if hasattr(backend, "built"):
+        return backend.built()  # type: ignore[no-any-return]
     can_use_nccl = dist.is_nccl_available() and torch.cuda.is_available()
     major, minor, patch = torch.cuda.nccl.version()[:3] if can_use_nccl else (0, 0, 0)
     return {

@@ -119,11 +119,8 @@ def warn_of_confined_hosts(views: Sequence[DeviceView]) -> None:
 
 def device_of(rank: int, places: Sequence[Place], summaries: Sequence[tuple[str, int] | None]) -> torch.device:
     """Return the device of `rank`, the CPU if it sees none. places, summaries: of all ranks; None: without devices."""
-    views = []
-    for place, summary in zip(places, summaries, strict=True):
-        name, count = summary or ("", 0)
-        views.append(DeviceView(*place, [f"{name}.{index}" for index in range(count)]))
-    index = choose_devices(views)[rank]
+    seen = [[f"{name}.{index}" for index in range(count)] for name, count in (one or ("", 0) for one in summaries)]
+    index = choose_devices([DeviceView(*place, names) for place, names in zip(places, seen, strict=True)])[rank]
     return torch.device("cpu") if index is None else torch.device(str(accelerator.kind()), index)
 
 

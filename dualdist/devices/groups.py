@@ -26,14 +26,7 @@ import torch.distributed as dist
 from ..core import accelerator
 from ..core.backends import torch_groups
 from ..core.backends.base import Exchange, Group, Work
-from ..core.backends.torch_groups import (
-    THROUGH_HOST,
-    TorchGroup,
-    TorchGroups,
-    adopted_config,
-    config_text,
-    wrapped,
-)
+from ..core.backends.torch_groups import THROUGH_HOST, TorchGroup, TorchGroups, adopted_config, config_text, wrapped
 from ..core.process import in_thread, never_delete, skip_destructors_at_exit
 from ..errors import HorovodInternalError
 
@@ -62,12 +55,7 @@ class DeviceGroup(TorchGroup):
     """A group that torch.distributed has made."""
 
     def __init__(
-        self,
-        ranks: Sequence[int],
-        rank: int,
-        process_group: Any,
-        carried: frozenset[str],
-        device: torch.device | None,
+        self, ranks: Sequence[int], rank: int, process_group: Any, carried: frozenset[str], device: torch.device | None
     ) -> None:
         """carried: types of devices. device: to which the transport is bound."""
         super().__init__(ranks, rank, process_group)

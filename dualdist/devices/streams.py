@@ -31,11 +31,6 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch_accelerator.current_stream(device)
 
 
-def new_stream(device: torch.device) -> torch.Stream:
-    """Return a new stream on `device`."""
-    return torch.Stream(device)
-
-
 def use_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
     """Make `stream` and its device the current ones of this thread in the `with` block."""
     if hasattr(stream, "__enter__"):
@@ -121,19 +116,14 @@ def stream_order(device: torch.device) -> StreamOrder | None:
 # Collectives on streams.
 
 
-class _OwnStreams(threading.local):
-    def __init__(self) -> None:
-        self.by_device: dict[torch.device, torch.Stream] = {}
-
-
-_own = _OwnStreams()
-"""The streams of this thread for asynchronous calls."""
+_own = threading.local()
+"""The streams of this thread for asynchronous calls, by the names of their devices."""
 
 
 def _own_stream(device: torch.device) -> torch.Stream:
-    if device not in _own.by_device:
-        _own.by_device[device] = new_stream(device)
-    return _own.by_device[device]
+    if not hasattr(_own, name := str(device)):
+        setattr(_own, name, torch.Stream(device))
+    return getattr(_own, name)  # type: ignore[no-any-return]
 
 
 def _devices_of(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
@@ -145,14 +135,13 @@ def on_streams_of_caller(execute: Execute[T], tensors: Sequence[torch.Tensor]) -
 
     The caller waits, so that its streams get no other work meanwhile. tensors: what `execute` reads and writes.
     """
-    streams = [current_stream(device) for device in _devices_of(tensors)]
+    streams = [torch_accelerator.current_stream(device) for device in _devices_of(tensors)]
     caller = threading.get_ident()
 
     def execute_there(group: Group, verdict: Verdict) -> T:
         with contextlib.ExitStack() as stack:
             for stream in streams if threading.get_ident() != caller else ():
-                if stream is not None:
-                    stack.enter_context(use_stream(stream))
+                stack.enter_context(use_stream(stream))
             return execute(group, verdict)
 
     return execute_there
@@ -197,7 +186,6 @@ class Started(Generic[T]):
         for device, event in self._after.items():
             wait_event(device, event)
         for leaf in tree_leaves(result):
-            stream = current_stream(leaf.device) if isinstance(leaf, torch.Tensor) else None
-            if stream is not None and leaf.device in self._after:
-                keep_until_done(leaf, stream)
+            if isinstance(leaf, torch.Tensor) and leaf.device in self._after:
+                keep_until_done(leaf, torch_accelerator.current_stream(leaf.device))
         return result

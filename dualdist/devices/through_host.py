@@ -66,7 +66,7 @@ class ThroughHost:
         self.waiting: deque[_QueuedWork] = deque()
         """Those that the worker thread has not started yet. If there are any, `allreduce_` must start the next one."""
         self._worker = Worker(self._start_waiting, "dualdist-buckets")
-        self._stream_on = functools.cache(streams.new_stream)
+        self._stream_on = functools.cache(torch.Stream)
         """The stream of the copies from a device."""
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str, held: BucketMemory | None) -> Work:

@@ -193,7 +193,9 @@ LINES = {
     "a call waits for the stream": Line(f"{CALL}._run", "wait_event(device, event)", PROGRAMS),
     "a call records inputs": Line(f"{CALL}._run", "keep_until_done(tensor, stream)", PROGRAMS),
     "synchronize waits": Line(f"{CALL}.get", "wait_event(device, event)", PROGRAMS),
-    "synchronize records results": Line(f"{CALL}.get", "keep_until_done(leaf, stream)", PROGRAMS),
+    "synchronize records results": Line(
+        f"{CALL}.get", "keep_until_done(leaf, torch_accelerator.current_stream(leaf.device))", PROGRAMS
+    ),
     "poll asks the device": Line(
         f"{CALL}.ended",
         "return self._request.ended and all(event.query() for event in self._after.values())",

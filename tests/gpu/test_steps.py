@@ -69,7 +69,7 @@ class Branches(nn.Module):
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self.streams = [streams.new_stream(torch.device(DEVICE)) for _ in parts]
+        self.streams = [torch.Stream(torch.device(DEVICE)) for _ in parts]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         current, outputs = current_stream(), torch.zeros_like(inputs)
@@ -265,7 +265,7 @@ def wrong_results(device: str, name: str, is_async: bool) -> list[int]:
     The memory of an input goes back to the side stream, that of an asynchronous result to the stream of the call.
     """
     call, start = CALLS[name]
-    side, other = (streams.new_stream(torch.device(device)) for _ in range(2))
+    side, other = (torch.Stream(torch.device(device)) for _ in range(2))
     kept: list[Tensors] = []
     numbers = range(4)
 
@@ -312,7 +312,7 @@ def test_calls_from_a_busy_stream_are_right_when_their_memory_is_used_again(
 
 def polled(device: str) -> tuple[bool, bool, bool]:
     """Return what poll says while the device is busy, whether it is still busy then, and what poll says afterwards."""
-    side = streams.new_stream(torch.device(device))
+    side = torch.Stream(torch.device(device))
     with streams.use_stream(side):
         sleep(50 * BUSY)
         busy = streams.record_event(torch.device(device))
@@ -352,7 +352,7 @@ PLACES = {"backward elsewhere": mixed(late), "all aside": mixed(late), "branches
 def gradients_on_streams(device: str, how: str, place: str) -> Tensors:
     """Return the gradients of several steps, and the weights after them."""
     training = Training(device, how, PLACES[place])
-    first, second = (streams.new_stream(torch.device(device)) for _ in range(2))
+    first, second = (torch.Stream(torch.device(device)) for _ in range(2))
     found: Tensors = []
     accelerator.synchronize(torch.device(device))
     with warnings.catch_warnings(), on_stream(None if place == "branches" else first):

@@ -48,7 +48,7 @@ class Streams:
         self.device = device
         self._streams: list[Any] = [None] * count
         if device.type != "cpu":
-            others = (streams.new_stream(device) for _ in range(count - 1))
+            others = (torch.Stream(device) for _ in range(count - 1))
             self._streams = [streams.current_stream(device), *others]
 
     def on(self, number: int) -> contextlib.AbstractContextManager[Any]:
