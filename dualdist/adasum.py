@@ -75,10 +75,7 @@ class AdasumStep(Combiner):
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        compression: type[Compressor] | Compressor,
-        process_set: ProcessSet,
+        self, optimizer: torch.optim.Optimizer, compression: type[Compressor] | Compressor, process_set: ProcessSet
     ) -> None:
         check_size(channel_of(process_set).group.size)
         self._optimizer = optimizer

@@ -18,15 +18,7 @@ from .core.checks import items
 from .core.collectives.alltoall import check_splits, describe_rows
 from .core.collectives.broadcast import broadcast_gradient, plan_broadcast
 from .core.collectives.objects import NO_BYTES, dump, load
-from .core.collectives.plan import (
-    Plan,
-    channel_and_root,
-    check_rows,
-    check_tensor,
-    make_call,
-    planned,
-    root_of,
-)
+from .core.collectives.plan import Plan, channel_and_root, check_rows, check_tensor, make_call, planned, root_of
 from .core.collectives.reduction import Reduction, reduce_tensors, scale_
 from .core.collectives.wire import alltoall_rows
 from .core.compiling import not_compiled
@@ -40,11 +32,12 @@ SCATTER = Kind("scatter", "SCATTER")
 SCATTER_OBJECT = Kind("scatter_object", "SCATTER")
 
 
-def gather_rows(group: Group, tensor: torch.Tensor, root: int, rows: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-    """Return the rows of all members and their number from each on the member `root`, no rows elsewhere.
+Rows = tuple[torch.Tensor, list[int]]
+"""The rows that a rank has received, and their number from each rank."""
 
-    rows: of each member.
-    """
+
+def gather_rows(group: Group, tensor: torch.Tensor, root: int, rows: Sequence[int]) -> Rows:
+    """Return the rows of all members on the member `root`, no rows elsewhere. rows: how many each member has."""
     splits, received = [0] * group.size, [0] * group.size
     splits[root] = rows[group.rank]
     return alltoall_rows(group, tensor, splits, rows, rows if group.rank == root else received)
@@ -53,17 +46,15 @@ def gather_rows(group: Group, tensor: torch.Tensor, root: int, rows: Sequence[in
 @planned(GATHER)
 def plan_gather(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, *, process_set: ProcessSetLike
-) -> Plan[tuple[torch.Tensor, list[int]]]:
-    """Return the plan of a gather. Its result: the received rows, and their number from each rank."""
+) -> Plan[Rows]:
+    """Return the plan of a gather."""
     channel, root_rank, root = channel_and_root(process_set, root_rank)
     check_tensor(tensor)
     table = tensor if tensor.dim() else tensor.reshape(1)
     call = make_call(GATHER, name, count=table.shape[0], root_rank=root_rank, **describe_rows(table))
-
-    def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, list[int]]:
-        return gather_rows(group, table, root, verdict.counts)
-
-    return Plan(process_set, channel, call, execute, [tensor])
+    return Plan(
+        process_set, channel, call, lambda group, verdict: gather_rows(group, table, root, verdict.counts), [tensor]
+    )
 
 
 @planned(SCATTER)
@@ -89,10 +80,7 @@ def plan_scatter(
 
 @not_compiled
 def gather(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSetLike = global_process_set,
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> torch.Tensor:
     """Return the tensors of all ranks, concatenated, on rank `root_rank`, and no rows elsewhere; differentiable.
 
@@ -158,12 +146,7 @@ def scatter_gradient(ran: Any, grad: torch.Tensor) -> Sequence[torch.Tensor]:
 
 @planned(REDUCE)
 def plan_reduce(
-    tensor: torch.Tensor,
-    root_rank: int,
-    reduction: Reduction,
-    name: str | None,
-    *,
-    process_set: ProcessSetLike,
+    tensor: torch.Tensor, root_rank: int, reduction: Reduction, name: str | None, *, process_set: ProcessSetLike
 ) -> Plan[torch.Tensor]:
     """Return the plan of a reduce. Its result: the reduced tensor on the root, zeros elsewhere."""
     channel, root_rank, root = channel_and_root(process_set, root_rank)
@@ -224,18 +207,12 @@ def reduce_gradient(ran: Any, grad: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 @planned(GATHER_OBJECT)
-def _plan_gather_object(
-    obj: Any, root_rank: int, name: str | None, *, process_set: ProcessSetLike
-) -> Plan[tuple[torch.Tensor, list[int]]]:
-    """Return the plan of a gather_object. Its result: the received bytes, and their number from each rank."""
+def _plan_gather_object(obj: Any, root_rank: int, name: str | None, *, process_set: ProcessSetLike) -> Plan[Rows]:
+    """Return the plan of a gather_object, which gathers bytes."""
     channel, root_rank, root = channel_and_root(process_set, root_rank)
     data = dump(obj)
     call = make_call(GATHER_OBJECT, name, count=data.numel(), root_rank=root_rank)
-
-    def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, list[int]]:
-        return gather_rows(group, data, root, verdict.counts)
-
-    return Plan(process_set, channel, call, execute)
+    return Plan(process_set, channel, call, lambda group, verdict: gather_rows(group, data, root, verdict.counts))
 
 
 @not_compiled
@@ -267,11 +244,9 @@ def _plan_scatter_object(
     pickled = [dump(obj) for obj in given] or [NO_BYTES] * size
     data, splits = torch.cat(pickled), [each.numel() for each in pickled]
     call = make_call(SCATTER_OBJECT, name, count=data.numel(), root_rank=root_rank)
-
-    def execute(group: Group, verdict: Verdict) -> torch.Tensor:
-        return alltoall_rows(group, data, splits, verdict.counts)[0]
-
-    return Plan(process_set, channel, call, execute)
+    return Plan(
+        process_set, channel, call, lambda group, verdict: alltoall_rows(group, data, splits, verdict.counts)[0]
+    )
 
 
 @not_compiled

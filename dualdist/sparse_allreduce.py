@@ -58,11 +58,7 @@ def sparse_allreduce_async(
 
 
 def combined_gradients(
-    group: Group,
-    own: torch.Tensor | None,
-    like: torch.Tensor,
-    dense_part: torch.Tensor | None,
-    factor: float,
+    group: Group, own: torch.Tensor | None, like: torch.Tensor, dense_part: torch.Tensor | None, factor: float
 ) -> torch.Tensor:
     """Return the sum of every member's gradient times `factor`, plus the `dense_part`. Collective over `group`.
 

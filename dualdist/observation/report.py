@@ -51,11 +51,10 @@ def combined(ranks: Sequence[Report], former: Report | None = None) -> Report:
     former: the report of the time just before, in which the same rank may have been slow already.
     """
     common = min(float(report["communication"]) for report in ranks)
-    waits = {"communication": common}
     marks = {row["rank"]: row.get("marks") for row in ranks}
-    ranks = [{name: row[name] for name in (*NUMBERS, *KINDS)} for row in ranks]
-    ranks = [{**row, **waits, "waiting": row["waiting"] + row["communication"] - common} for row in ranks]
-    ranks = sorted(ranks, key=operator.itemgetter("rank"))
+    ranks = [{name: row[name] for name in (*NUMBERS, *KINDS)} for row in sorted(ranks, key=operator.itemgetter("rank"))]
+    for row in ranks:
+        row |= {"communication": common, "waiting": row["waiting"] + row["communication"] - common}
     scalars = {f"rank_{row['rank']}_{kind}": row[kind] for row in ranks for kind in KINDS}
     found: Report = dict.fromkeys(("slowest", "reason", "since"))
     found |= {"ranks": ranks, "scalars": scalars, "share": 0.0}
@@ -67,8 +66,7 @@ def combined(ranks: Sequence[Report], former: Report | None = None) -> Report:
     if -more["waiting"] >= _MOST_DIFFERENCE and not _is_noise(marks, slowest["rank"]):
         reason = max(("computing", "data_loading"), key=lambda kind: more[kind])
         found |= {"slowest": slowest["rank"], "reason": reason, "share": -more["waiting"]}
-        is_same = former is not None and former["slowest"] == slowest["rank"]
-        found["since"] = former["since"] if former and is_same else ranks[0]["start"]
+        found["since"] = former["since"] if former and former["slowest"] == slowest["rank"] else ranks[0]["start"]
     return found
 
 
@@ -147,7 +145,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print the table, and return 0. Raises ConfigurationError if a file cannot be read."""
-    files = [_read(file) for path in args.paths for file in _files(path)]
+    files: list[Report] = []
+    for path in args.paths:
+        found = sorted(path.glob("time-*.json")) if path.is_dir() else [path]
+        if not found:
+            raise ConfigurationError(f"FILE must be a folder with files time-N.json, but {path} has none.")
+        files += map(_read, found)
     rows = [row for file in files for row in file["ranks"]]
     ranks = [row["rank"] for row in rows]
     if len({row["size"] for row in rows}) > 1 or len(set(ranks)) < len(ranks):
@@ -159,13 +162,6 @@ def execute(args: argparse.Namespace) -> int:
     if args.plot is not None:
         save_figure(_draw(report["ranks"]), args.plot)
     return 0
-
-
-def _files(path: Path) -> Sequence[Path]:
-    files = sorted(path.glob("time-*.json")) if path.is_dir() else [path]
-    if not files:
-        raise ConfigurationError(f"FILE must be a folder with files time-N.json, but {path} has none.")
-    return files
 
 
 def _read(path: Path) -> Report:

@@ -77,12 +77,9 @@ class StatusServer:
         self._answer = answer
         self._listener = socket.create_server((address, 0), backlog=1024)
         self._listener.setblocking(False)
-        token = secrets.token_hex(_TOKEN_BYTES)
-        place, start = (
-            f"{own_node()} {os.readlink('/proc/self/ns/pid')}",
-            int(process_status(os.getpid())[19]),
-        )
-        self.contact = Contact(address, self._listener.getsockname()[1], token, place, os.getpid(), start)
+        port, token = self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES)
+        place, start = f"{own_node()} {os.readlink('/proc/self/ns/pid')}", int(process_status(os.getpid())[19])
+        self.contact = Contact(address, port, token, place, os.getpid(), start)
         self._callers: dict[int, tuple[socket.socket, bytearray]] = {}
         """The open connections by descriptor, the oldest first, with what each has sent."""
         self._followed: dict[int, Callable[[], None]] = {}
@@ -126,10 +123,8 @@ class StatusServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:
-            if not self._closing:
+        except OSError as error:
+            if not self._closing and not isinstance(error, BlockingIOError):
                 time.sleep(_SHORTAGE_SECONDS)
             return
         connection.setblocking(False)
@@ -163,15 +158,12 @@ def ask(contact: Contact, question: Any, seconds: float) -> Any:
     Raises ConnectionError when the process has ended, another OSError, such as TimeoutError, without an answer.
     """
     deadline = time.monotonic() + seconds
-    answer = bytearray()
     with socket.create_connection((contact.host, contact.port), seconds) as connection:
         connection.sendall(f"{contact.token} {json.dumps(question)}\n".encode())
-        while not answer.endswith(b"\n"):
-            connection.settimeout(max(1e-3, deadline - time.monotonic()))
-            part = connection.recv(_LONGEST)
-            if not part or len(answer) > _LONGEST:
-                raise ConnectionError(f"no rank answers at {contact.host}:{contact.port}")
-            answer += part
+        connection.settimeout(max(1e-3, deadline - time.monotonic()))
+        answer = connection.makefile("rb").readline(_LONGEST)
+    if not answer:
+        raise ConnectionError(f"no rank answers at {contact.host}:{contact.port}")
     try:
         return json.loads(answer)
     except ValueError:
