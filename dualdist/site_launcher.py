@@ -22,7 +22,7 @@ def site_launcher(env: Mapping[str, str]) -> Launcher | None:
 
     Raises ConfigurationError when the rank or the size is not named, or a variable that is named is absent.
     """
-    names: dict[str, Any] = {field: env[setting] for field, setting in NAMED_BY.items() if env.get(setting)}
+    names = {field: env[setting] for field, setting in NAMED_BY.items() if env.get(setting)}
     if not names:
         return None
     for field in ("rank", "size"):
@@ -38,4 +38,5 @@ def site_launcher(env: Mapping[str, str]) -> Launcher | None:
                 f"`{name}` must be set, because {NAMED_BY[field]} names it, but is absent. Start with the launcher "
                 f"that sets it, unset {NAMED_BY[field]}, or set DUALDIST_LAUNCHER=python to run a single process."
             )
-    return Launcher(SITE, markers=(NAMED_BY["rank"],), inside=OUTERMOST, is_command=False, **names)
+    fields: dict[str, Any] = {**dict.fromkeys(NAMED_BY), **names}
+    return Launcher(SITE, markers=(NAMED_BY["rank"],), inside=OUTERMOST, is_command=False, **fields)
