@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 from ..core.meeting import process_status
 from ..core.meeting.links import own_node
 
+_PF_EXITING = 0x4
+"""Of the flags in /proc/PID/stat (include/linux/sched.h): the process closes its files before it is a zombie."""
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _TOKEN_BYTES = 16
 _LONGEST = 1 << 16
@@ -52,7 +54,7 @@ class Contact(NamedTuple):
         status = ["X"]
         with contextlib.suppress(OSError):
             status = process_status(self.process)
-        if status[0] in "XZ" or int(status[19]) != self.start:
+        if status[0] in "XZ" or int(status[6]) & _PF_EXITING or int(status[19]) != self.start:
             return "its process has ended"
         return "it is stopped" if status[0] in "Tt" else "it runs: a thread keeps Python's global lock, or it is slow"
 

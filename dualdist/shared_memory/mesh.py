@@ -127,7 +127,7 @@ def _has_signal(connection: socket.socket) -> bool:
     """Return whether a signal has arrived. Raises OSError if none can arrive any more."""
     try:
         if not connection.recv(1):
-            raise ConnectionError("the connection is closed")
+            raise ConnectionResetError
     except BlockingIOError:
         return False
     return True
