@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Sequence
@@ -56,12 +57,12 @@ def checked_buffers(broadcast: Any, forward_sync: Any) -> tuple[bool, bool]:
     """Return whether to copy rank 0's buffers at the start, and before each forward. The rules are torch's (2.13)."""
     both = True if broadcast is None else flag("broadcast_buffers", broadcast)
     is_deprecated = "forward_sync_buffers" in inspect.signature(TorchDataParallel.__init__).parameters
-    if broadcast is not None and (is_deprecated or forward_sync is not None):
-        text = "`broadcast_buffers` is ignored, because `forward_sync_buffers` replaces it. Pass only the latter."
-        if forward_sync is None:
-            text = "`broadcast_buffers` is deprecated in torch. Use `forward_sync_buffers`; buffers are then always "
-            text += "copied at the start."
-        warnings.warn(text, FutureWarning, stacklevel=4)
+    warn = functools.partial(warnings.warn, category=FutureWarning, stacklevel=4)
+    if broadcast is not None and forward_sync is not None:
+        warn("`broadcast_buffers` is ignored, because `forward_sync_buffers` replaces it. Pass only the latter.")
+    elif broadcast is not None and is_deprecated:
+        fix = "Use `forward_sync_buffers`; buffers are then always copied at the start."
+        warn(f"`broadcast_buffers` is deprecated in torch. {fix}")
     return (both, both) if forward_sync is None else (True, flag("forward_sync_buffers", forward_sync))
 
 
