@@ -235,7 +235,7 @@ def _bucket(params: Params, members: Sequence[int], sparse: Set[int]) -> Bucket:
         like, dtype = params[index].like, params[index].dtype
         if index in sparse:
             like = as_real(torch.empty(0, dtype=dtype, device="meta"))
-        elif torch.empty_like(like).stride() != like.stride():  # its elements have gaps or overlap
+        elif not _is_dense(like):
             like = torch.empty(like.shape, device="meta")
         if dtype.is_complex:
             start += start % 2  # complex numbers must begin at an even element
@@ -243,6 +243,17 @@ def _bucket(params: Params, members: Sequence[int], sparse: Set[int]) -> Bucket:
         start += like.numel()
     own = tuple(params[index] for index in members)
     return Bucket(tuple(slots), own, start, own[0].like.dtype, own[0].device)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of `tensor` fill one block of memory without gaps or overlaps."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 # What a rank contributes to a gradient: its kind, a byte.
