@@ -159,7 +159,7 @@ def _operations(
                 elif not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_complex():
                     continue
                 elif name == "target":
-                    targets[operation] = fingerprint(value)
+                    targets[operation + f" {len(found)}" * (operation in targets)] = fingerprint(value)
                 elif value.dim() == 0 and not value.requires_grad:
                     numbers[name] = value.item()
                 elif name in ("self", "result") and _BRANCHES.search(operation):

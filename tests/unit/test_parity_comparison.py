@@ -558,6 +558,8 @@ def test_operations_have_their_numbers_targets_and_branches() -> None:
     assert [name for name, _ in operations] == ["MseLoss", "Div", "", "Relu", "AccumulateGrad"]
     assert operations[1][1]["other"] == 4.0
     assert targets == {"MseLoss": fingerprint(target)}
+    two = loss + torch.nn.functional.mse_loss(output, target + 1)
+    assert fingerprint(target + 1) in _operations(two, [], True)[1].values() and len(_operations(two, [], True)[1]) == 2
     assert branches == {"3:Relu": fingerprint(torch.tensor([True, False]))}
     number = torch.tensor(1.0, requires_grad=True)
     operations, _, branches = _operations((number.relu() * 2j).abs(), [], True)
