@@ -106,7 +106,9 @@ class _Rounding:
     def explains(self, found: Difference, is_certain: bool) -> bool:
         """Return whether rounding explains a difference. is_certain: something else does."""
         is_first = self._first.setdefault(found.rank, found).key == found.key
-        no_sum = found.stage in ("initial weights", "initial buffers", "batch", "settings of the optimizer")
+        no_sum = found.stage in ("initial weights", "initial buffers", "settings of the optimizer")
+        # After rounding, an argument of a forward may have been computed with the weights, as a hidden state is.
+        no_sum |= found.stage == "batch" and not self.largest
         if no_sum or math.isinf(found.size) or is_certain:
             return False
         is_after, is_weight = found.stage in _AFTER, self.is_loud_weight(found)

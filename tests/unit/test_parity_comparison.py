@@ -378,6 +378,15 @@ def test_a_difference_where_nothing_is_summed_is_no_rounding(stage: str) -> None
     assert result.first is not None and result.first.stage == stage
 
 
+def test_an_argument_that_is_computed_with_the_weights_may_have_rounding() -> None:
+    """As a hidden state, or the output of another model."""
+    for size, is_rounding in ((2e-7, True), (1e-2, False)):
+        other = record()
+        put(other, 1, OWN, near(own(1, 0, 0), 2e-7), 0)
+        put(other, 2, BATCH, near(numbers(1200), size), 0)
+        assert (compare(record(), other, 1e-4).first is None) == is_rounding
+
+
 def test_releases_of_torch_may_show_other_arguments_and_settings() -> None:
     other = record()
     every(LAYERS, lambda *_: "BatchNorm(momentum=0.1, bias=True)")(other)
