@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy
 
-from .records import COMPARED, WIDTH, Difference, Pair, Record, Values, bits, hashes, is_finite
+from .records import COMPARED, EVERYWHERE, WIDTH, Difference, Pair, Record, Values, bits, hashes, is_finite
 
 _AFTER = ("weights after the step", "buffers after the step", "weights before the forward")
 _FRESH, _GROWTH = 4, 30
@@ -193,6 +193,12 @@ _LINEAR = 3e-5
 _CERTAIN = ("layer", "random-numbers", "operation")
 """Facts that are no rounding, however small their effect is."""
 _NUMBERS = ("output of the model", "loss", "own gradient")
+_FACTS = {
+    "layers": "layers",
+    "operations": "operations (with the numbers that autograd keeps)",
+    "random states": "global random generators",
+}
+"""Recorded stages that are no results -> what they say of one."""
 
 Tests = dict[str, Sequence[Any]]
 """Kind of cause -> what was recorded of the left and of the right, and what else its text says."""
@@ -215,10 +221,15 @@ def _cause(pair: Pair, found: Difference, harmless: set[Any]) -> Cause:
             return _because("several", " Or: ".join(each.text for each in causes))
         if causes:
             return causes[0]
-    before = COMPARED[: COMPARED.index(found.stage)]
+    *before, last = COMPARED[: COMPARED.index(found.stage) + 1]
     equal = [stage for stage in before if any(pair.at(found, stage)) or stage == "initial weights"]
-    equal += ["layers", "operations", "random generators"] * (found.stage in _NUMBERS)
-    return _because("unknown", ", ".join(equal), _REST.get(found.stage, "nothing that is known"))
+    equal = [stage for stage in equal if pair.same_size or stage in EVERYWHERE]
+    # What was not recorded of the stages before may differ as well.
+    rest = [_REST[stage] for stage in (*before, last) if stage in _REST and stage not in equal]
+    if found.stage in _NUMBERS:
+        equal += [name for stage, name in _FACTS.items() if any(pair.at(found, stage))]
+        rest += ["changes of weights between the passes of a step"] * (found.number > 0)
+    return _because("unknown", ", ".join(equal), "; ".join(rest) or "nothing that is known")
 
 
 def _facts(pair: Pair, found: Difference, harmless: set[Any]) -> Tests:
@@ -344,19 +355,25 @@ def _of_batch(pair: Pair, found: Difference) -> Iterator[Tests]:
     batch = [values.get("", []) for values in pair.at(found, "samples")]
     yield {"overflow": [not is_finite(values) for values in pair.at(found, "batch")]}
     yield {"batch-size": _kinds(pair, found)}
+    if batch[0] == batch[1]:
+        return  # another argument of the forward differs, which the samples do not show
     yield {"no-sampler": [not is_split for is_split in _split(pair, found)]}
     others = [[samples for at, own, samples in side if at != step and own == rank] for side in read]
     yield {"sampler-state": [batch[0] in others[1], batch[1] in others[0]]} if step == pair.begin else {}
     in_step = [Counter(one for at, _, samples in side if at == step for one in samples) for side in read]
-    yield {"division": (0, in_step[0] == in_step[1] != Counter())}
+    yield {"division": (0, in_step[0] == in_step[1])}
     before = [[(own, samples) for at, own, samples in side if at < step] for side in read]
-    again = [any(not set(batch[side]).isdisjoint(made) for _, made in before[side]) for side in (0, 1)]
-    yield {"epoch-end": again}
-    yield {"set-epoch": [(rank, batch[side]) in before[side] for side in (0, 1)]}
+    seen = [{one for _, samples in side for one in samples} for side in before]
+    again = [sum(one in seen[side] for one in in_step[side]) / max(1, len(in_step[side])) for side in (0, 1)]
     in_all = [Counter(one for *_, samples in side for one in samples) for side in read]
-    is_shared = not in_all[0].keys().isdisjoint(in_all[1])
-    yield {"data-order": (0, is_shared and (step, found.number) == (pair.begin, 0))}
-    yield {"other-data": (0, all(in_all) and not is_shared)}
+    # Samples may be in the data several times, augmented at random, or prepared in another way.
+    is_known = not in_all[0].keys().isdisjoint(in_step[1]) and not in_all[1].keys().isdisjoint(in_step[0])
+    yield {"epoch-end": again} if is_known and min(again) < 0.2 and max(again) > 0.8 else {}
+    yield {"set-epoch": [(rank, batch[side]) in before[side] for side in (0, 1)]}
+    ends = sorted({at for side in read for at, *_ in side if at >= step})
+    until = ([Counter(one for at, _, samples in side if at <= end for one in samples) for side in read] for end in ends)
+    yield {"data-order": (0, any(left == right for left, right in until))}
+    yield {"other-data": (0, all(in_all) and in_all[0].keys().isdisjoint(in_all[1]))}
 
 
 def _of_numbers(pair: Pair, found: Difference, harmless: set[Any]) -> Iterator[Tests]:
@@ -401,12 +418,16 @@ def _reduction(
     own = [values for *_, values in pair.of(side, "own gradient", step)]
     target, *columns = (_sketch(values, names or reduced) for values in (reduced, *own, before))
     if not own or not target.any() or not numpy.isfinite([target, *columns]).all():
-        return numpy.zeros((1, 1)), 0.0, math.inf, 0.0
-    matrix = numpy.stack(columns, 1)
-    factors = numpy.linalg.lstsq(matrix, target, rcond=1e-5)[0]
-    rest = float(numpy.linalg.norm(matrix @ factors - target) / numpy.linalg.norm(target))
+        return numpy.zeros((len(ranks), 1)), 0.0, math.inf, 0.0
+    rest = math.inf
+    # A multiple of the mean first. Any few numbers are a sum of multiples of as many gradients.
+    for parts in ([sum(columns[:-1])], columns[:-1]):
+        if math.isinf(rest) or (rest >= _LINEAR and numpy.count_nonzero(target) > len(columns)):
+            matrix = numpy.stack([*parts, columns[-1]], 1)
+            factors = numpy.linalg.lstsq(matrix, target, rcond=1e-5)[0]
+            rest = float(numpy.linalg.norm(matrix @ factors - target) / numpy.linalg.norm(target))
     norm = math.hypot(*(value[1] for value in reduced.values()))
-    return factors[:-1].reshape(len(ranks), -1) * len(ranks), factors[-1], rest, norm
+    return numpy.resize(factors[:-1], (len(ranks), -(-len(own) // len(ranks)))) * len(ranks), factors[-1], rest, norm
 
 
 def _reduced(pair: Pair, found: Difference, side: int) -> str:
@@ -418,17 +439,18 @@ def _reduced(pair: Pair, found: Difference, side: int) -> str:
     mean, of_all = factors.mean(), [made[0].mean() for made in history]
     clipped = [made[3] for made in history if made[0].mean() < 0.999]
     narrow, split = pair.at(found, found.stage)[side].get(found.name, [None])[-1], _split(pair, found)
-    if split[side] > split[1 - side] and abs(numpy.delete(of_name, found.rank, 0)).max(0).min() < 1e-2:
+    if math.isinf(rest):
+        return "zero, infinite or NaN"
+    others = abs(numpy.delete(of_name, found.rank, 0))
+    if split[side] > split[1 - side] and rest_of_name < _LINEAR and others.max(0).min() < 1e-2:
         after = [hashes(values) for *_, values in pair.of(side, "weights after the step", found.step)]
         are_equal = all(weights == after[0] for weights in after)
         return f"each rank's own of {found.name}: {'its step is' if are_equal else 'they are not'} reduced"
-    if math.isinf(rest):
-        return "zero, infinite or NaN"
     if rest >= _LINEAR and rest_of_name < _LINEAR and of_name.std() < 1e-2:
         return f"{of_name.mean():.4g} times the mean for {found.name}, but not for all"
     if rest >= _LINEAR:
-        unlike = f"no sum of multiples of these: {rest:.1e} of them is something else"
-        return f"rounded to {narrow}" if narrow and found.size < _WIRE else unlike
+        unlike = f"something else: a part of {rest:.1e} is no multiple of these"
+        return f"rounded to numbers of {narrow}" if narrow and found.size < _WIRE else unlike
     if abs(kept) > 1e-2:
         return f"their mean, and {kept:.4g} times those of the step before"
     if not numpy.allclose(factors, mean, rtol=1e-2):
@@ -448,7 +470,7 @@ def _settings(pair: Pair, found: Difference) -> Sequence[Any]:
     left, right = ({key[0]: values.get(found.name) for own, key, values in side if not own} for side in entries)
     pairs = [(rate, right.get(step)) for step, rate in left.items() if found.name.startswith("lr of")]
     is_size = pairs and found.step == pair.begin and all(a and b and _is_factor(a / b, *pair.sizes) for a, b in pairs)
-    by = ": one side scales it by the number of processes" if is_size else ""
+    by = ", in the ratio of the number of processes" if is_size else ""
     return *(values.get(found.name) for values in pair.at(found, found.stage)), by
 
 
@@ -475,13 +497,13 @@ def _is_factor(ratio: float, *numbers: int) -> bool:
 
 
 _REST = {
-    "output of the model": "data that the forward uses besides its arguments, or code without an operation that has a "
-    "gradient",
+    "output of the model": "data or numbers that the forward uses besides its arguments, or code without an operation "
+    "that has a gradient",
     "loss": "how the loss is made of the outputs: its function, targets and weights",
     "own gradient": "the backward: hooks on gradients, and where they stop",
     "reduced gradient": "what changes gradients between the backward and the step",
-    "batch": "how samples are drawn: lengths and seeds of epochs, random augmentation",
-    "weights after the step": "the code of the optimizer's step",
+    "batch": "how samples are drawn (lengths and seeds of epochs, random augmentation), other arguments and forwards",
+    "weights after the step": "the code of the optimizer's step, and its hooks",
     "buffers after the step": "what changes buffers besides the forward",
 }
 """What may differ if nothing that is recorded does."""
@@ -495,24 +517,24 @@ several: What was recorded does not tell apart: {left}
     Make these equal one after the other.
 early-step: On the {side}, the optimizer made a step before any backward, as Horovod's broadcast_optimizer_state does.
     Use dualdist's broadcast_optimizer_state, or broadcast the parameters after the optimizer's state.
-parameters: The models differ: parameter {name} is {left} on the left and {right} on the right.
+parameters: The parameters to train differ: {name} is {left} on the left and {right} on the right.
     Compare the code that makes the model: sizes, shared weights, and what the optimizer is given.
-no-broadcast: On the {side}, the ranks begin with different weights: the parameters were not broadcast.
+no-broadcast: On the {side}, the ranks begin with different weights: they were not broadcast, or changed later.
     Call broadcast_parameters(model.state_dict(), root_rank=0), or use DistributedDataParallel.
 no-broadcast-of-buffers: On the {side}, the ranks have different buffers: they were not broadcast.
     Broadcast model.state_dict(), which has the buffers, or pass broadcast_buffers=True.
-initial-values: The sides begin with other values: another seed, checkpoint, root of the broadcast, or release of torch.
+initial-values: The sides begin with other values: a seed, checkpoint, root of the broadcast, release, or other code.
     Set the seed before the model is made, or load the same checkpoint, and broadcast from the same rank.
 set-epoch: The {side} repeats batches that it has seen, the other side does not: all its epochs have the same order.
     Call sampler.set_epoch(epoch) before each epoch.
 no-sampler: On the {side}, all ranks read the same batch: the data is not divided among them.
     Give the DataLoader a DistributedSampler with the rank and the number of ranks.
 epoch-end: After equal batches, the {side} reads samples again, the other side does not: it begins an epoch.
-batch-size: The batch is {left} on the left and {right} on the right. If it was equal before, one side ends an epoch.
+batch-size: The batch is {left} on the left and {right} on the right.
     Compare batch sizes, drop_last, the length of the data, and what prepares it.
-sampler-state: The {side} begins with a batch that the other side reads in another step: one of them has resumed.
+sampler-state: The {side} begins with a batch of another step of the other side: one has resumed, or skips some.
     Restore the sampler's epoch and place with the weights. If the weights were not restored, pass --start-step.
-division: In this step both sides read the same samples, but divide them in another way among ranks and passes.
+division: In this step both sides read the same samples, but in another order, or on other ranks or in other passes.
 data-order: Both sides read the same samples in another order: other seeds or samplers, lengths, or order of data.
     Give the sampler the same seed, rank and number of ranks on both sides.
 other-data: Neither side reads a sample of the other: data, what prepares it, or the part that is read differs.
@@ -528,7 +550,7 @@ targets: Batches and outputs are equal, but the targets of {name} differ.
 layer: The {by} is {left} on the left and {right} on the right.
 class: The {by} is {left} on the left and {right} on the right.
     Give layers the same arguments, train() or eval(), autocast and requires_grad_() on both sides.
-random-numbers: The random generator of {right}, which the forward uses, is in another state: dropout differs.
+random-numbers: The random generator of {right}, which the forward uses, is in another state.
     Seed it in the same way on both sides, for example with seed_everything(seed, rank_offset=True).
 operation: An operation of the forward or loss is {left} on the left and {right} on the right.
 operations: The forward or loss computes {left} on the left, where the right computes {right}.

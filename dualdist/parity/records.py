@@ -33,7 +33,7 @@ collective: a call of the script.
 _PLACES = {stage: max(0, place - COMPARED.index("own gradient")) for place, stage in enumerate(COMPARED)}
 _PLACES["weights before the forward"] = -1
 """The order in a step: of one place as recorded."""
-_EVERYWHERE = ("initial weights", "reduced gradient", "settings of the optimizer", "weights after the step")
+EVERYWHERE = ("initial weights", "reduced gradient", "settings of the optimizer", "weights after the step")
 """What is comparable between different numbers of processes, beside the mean loss."""
 WIDTH = 16
 """Numbers in a sketch."""
@@ -123,7 +123,7 @@ class Pair:
             if not self.same_size and key[1:] == ("loss", 0) and step < len(self.losses):
                 ours, theirs = self.losses[step]
                 yield Difference(*key, 0, "", difference(ours, theirs))
-            for rank in range(self.sizes[0] if self.same_size else int(key[1] in _EVERYWHERE)):
+            for rank in range(self.sizes[0] if self.same_size else int(key[1] in EVERYWHERE)):
                 left, right = (side[rank].get(key) for side in self.sides)
                 found = [Difference(*key, rank, "", math.inf)] * bool(left or right)
                 if left is not None and right is not None:

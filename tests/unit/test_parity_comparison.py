@@ -51,6 +51,11 @@ def reduced(step: int, factors: Sequence[float] = (1, 1), kept: float = 0.0) -> 
     return fingerprint(sum(parts) / 2, True)  # type: ignore[arg-type]
 
 
+def sampled(step: int, number: int, rank: int, names: str = "ab") -> list[str]:
+    """Return the samples of a batch. Two steps are an epoch, and each epoch has another order."""
+    return [f"{(100 * step + 10 * number + rank) % 200}{name}" for name in names[:: -1 if step // 2 else 1]]
+
+
 def record(size: int = 2) -> Record:
     """Return a record with one tensor of each kind."""
     ranks = []
@@ -61,8 +66,7 @@ def record(size: int = 2) -> Record:
                 key = 1000 + 100 * step + 10 * number + rank
                 entries += [
                     [step, BATCH, number, {"input.0": values(key)}],
-                    # Two steps an epoch, each epoch in another order.
-                    [step, SAMPLES, number, {"": [f"{key % 200}{name}" for name in ("ab", "ba")[step // 2]]}],
+                    [step, SAMPLES, number, {"": sampled(step, number, rank)}],
                     [step, LAYERS, number, {"": "in training", "norm": "BatchNorm(momentum=0.1)"}],
                     [step, OUTPUT, number, {"": values(key + 7)}],
                     [step, OPERATIONS, number, {"": [["Div", {"other": 2.0}], ["", {}], ["Relu", {}]]}],
@@ -228,15 +232,30 @@ FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
     ),
     "dropout": (other_generators, 2, 1, OUTPUT, "random-numbers"),
     "seed of the sampler": (
-        all_of(reads(0, 17, 100), putting(0, SAMPLES, ["100a", "110b"])),
+        all_of(reads(0, 17, 100), reads(1, 27, 0)),
         *(0, 0, BATCH, "data-order"),
     ),
     "augmentation": (all_of(reads(0, 17, 0), every(SAMPLES, lambda *_: ["x"])), 0, 0, BATCH, "other-data"),
-    "other ranks": (putting(0, BATCH, W9, 1), 0, 1, BATCH, "division"),
+    "other ranks": (
+        all_of(putting(0, BATCH, W9, 1), *(putting(0, SAMPLES, sampled(0, 0, 1 - rank), rank) for rank in (0, 1))),
+        *(0, 1, BATCH, "division"),
+    ),
     "set_epoch": (reads(2, 1000, 100), 2, 0, BATCH, "set-epoch"),
-    "drop_last": (reads(1, 17, 0), 1, 0, BATCH, "epoch-end"),
+    "drop_last": (
+        all_of(reads(1, 17, 0), every(SAMPLES, lambda step, number, rank: sampled(step - 1, number, rank), 1)),
+        *(1, 0, BATCH, "epoch-end"),
+    ),
+    "samples prepared in another way": (
+        all_of(
+            putting(2, BATCH, W9, 0), every(SAMPLES, lambda step, number, rank: sampled(step, number, rank, "xy"), 2)
+        ),
+        *(2, 0, BATCH, "unknown"),
+    ),
     "batch size": (putting(0, BATCH, fingerprint(torch.ones(20))), 0, 0, BATCH, "batch-size"),
-    "no sampler": (putting(0, BATCH, values(1000)), 0, 1, BATCH, "no-sampler"),
+    "no sampler": (
+        all_of(putting(0, BATCH, values(1000)), putting(0, SAMPLES, ["0a", "0b"])),
+        *(0, 1, BATCH, "no-sampler"),
+    ),
     "NaN in a batch": (putting(2, BATCH, values(5, math.nan), 1), 2, 1, BATCH, "overflow"),
     "targets": (putting(1, TARGETS, W9), 1, 0, TARGETS, "targets"),
     "loss": (
@@ -270,18 +289,22 @@ FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
         1,
         0,
         REDUCED,
-        "reduction: rounded to float16",
+        "reduction: rounded to numbers of float16",
     ),
     "clipped values": (
         putting(1, REDUCED, fingerprint(MEAN.clamp(-1, 1), True)),
         1,
         0,
         REDUCED,
-        "reduction: no sum of multiples",
+        "reduction: is no multiple of these",
     ),
     "no reduction": (
         all_of(putting(1, REDUCED, fingerprint(own_sum(1, 1), True), 1), putting(1, NEW_WEIGHTS, W9, 1)),
         *(1, 1, REDUCED, "reduction: own of w: they are not reduced"),
+    ),
+    "a gradient of zero": (
+        putting(1, REDUCED, fingerprint(torch.zeros(40)), 1),
+        *(1, 1, REDUCED, "reduction: zero, infinite or NaN"),
     ),
     "Adasum": (
         putting(1, REDUCED, fingerprint(own_sum(1, 1), True), 1),
@@ -298,6 +321,15 @@ FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
         *(0, 0, OUTPUT, "unknown"),
     ),
     "forward": (putting(1, OUTPUT, W9), 1, 0, OUTPUT, "unknown"),
+    "another argument of the forward": (putting(1, BATCH, W9), 1, 0, BATCH, "unknown: other arguments"),
+    "augmentation of half of the samples": (
+        all_of(putting(0, BATCH, W9, 0), every(SAMPLES, lambda step, number, rank: sampled(step, number, rank, "xb"))),
+        *(0, 0, BATCH, "unknown"),
+    ),
+    "augmentation of one batch": (
+        all_of(putting(2, BATCH, W9, 0), putting(2, SAMPLES, sampled(2, 0, 0, "xy"), 0)),
+        *(2, 0, BATCH, "unknown"),
+    ),
     "one loss": (putting(1, LOSS, 2202.0), 1, 0, LOSS, "unknown"),
     "backward": (putting(1, OWN, W9), 1, 0, OWN, "unknown"),
     "scaled once": (factors(0.5, 0.5, first=3), 3, 0, REDUCED, "reduction: 0.5 times their mean on"),
@@ -329,7 +361,33 @@ def test_the_text_for_an_unknown_cause_says_what_is_excluded() -> None:
     other = record()
     put(other, 1, OUTPUT, W9)
     cause = compare(record(), other, 1e-4).cause
-    assert cause is not None and "initial weights, batch, layers, operations, random generators" in cause.text
+    assert cause is not None and "initial weights, batch, layers, operations (with" in cause.text
+
+
+def test_what_was_not_recorded_is_not_excluded() -> None:
+    left, right = record(), record()
+    for made in (left, right):  # as of functions of tensors, without a forward of a module
+        drop(made, lambda entry: entry[1] in (BATCH, SAMPLES, LAYERS, OUTPUT, RANDOM))
+    put(right, 1, LOSS, 7.0)
+    cause = compare(left, right, 1e-4).cause
+    assert cause is not None and "initial weights, targets, operations (with" in cause.text
+    assert "autograd keeps). What is left: how samples are drawn" in cause.text
+
+
+def test_of_a_few_numbers_no_factors_of_ranks_are_named() -> None:
+    """Any two numbers are a sum of multiples of two gradients."""
+    for factors, words in (((1.0, 1.0), "their sum"), ((0.5, 1.0), "something else")):
+        left, right = record(), record()
+        for made, factor in ((left, (0.5, 0.5)), (right, factors)):
+            for step in range(STEPS):
+                grads = [[own(step, number, rank)[:2] for number in range(PASSES)] for rank in range(2)]
+                total = sum((torch.stack(grads[rank]).sum(0) * factor[rank] for rank in range(2)), torch.zeros(2))
+                for rank in range(2):
+                    put(made, step, REDUCED, fingerprint(total), rank)
+                    for number in range(PASSES):
+                        put(made, step, OWN, fingerprint(grads[rank][number]), rank, number)
+        cause = compare(left, right, 1e-4).cause
+        assert cause is not None and words in cause.text and "their mean in each step on the left" in cause.text
 
 
 def test_a_rate_that_differs_later_is_not_said_to_be_scaled_by_the_number_of_processes() -> None:
