@@ -85,7 +85,7 @@ def record(size: int = 2) -> Record:
             ]
         head = {"summing_error": 1e-7, "threads": 1, "torch": "2.15", "device": "cpu"}
         ranks.append(head | {"rank": rank, "values": entries, "steps": STEPS})
-    return {"cell": "cell", "steps": 100, "seconds": 1.0, "warnings": [], "ranks": ranks, "format": 2}
+    return {"cell": "cell", "steps": 100, "seconds": 1.0, "warnings": [], "ranks": ranks, "format": 3}
 
 
 def put(changed: Record, step: int, stage: str, value: Any, rank: int | None = None, number: int = 0) -> None:
