@@ -39,12 +39,7 @@ def parser(
     options.add_argument("-np", "--processes", type=int, default=2, metavar="N", help="of each contestant (2)")
     options.add_argument("--rounds", type=int, default=rounds, metavar="N", help="of each contestant (%(default)s)")
     options.add_argument(
-        "--contestants",
-        nargs="+",
-        choices=names,
-        default=names,
-        metavar="NAME",
-        help=f"of: {', '.join(names)}",
+        "--contestants", nargs="+", choices=names, default=names, metavar="NAME", help=f"of: {', '.join(names)}"
     )
     options.add_argument("--baseline", choices=names, default=baseline, metavar="NAME", help="(%(default)s)")
     options.add_argument(

@@ -45,11 +45,7 @@ class Bottleneck(nn.Module):
         super().__init__()
         outputs, layers = 4 * width, []
         for i, o, kernel, step in ((inputs, width, 1, 1), (width, width, 3, stride), (width, outputs, 1, 1)):
-            layers += [
-                nn.Conv2d(i, o, kernel, step, kernel // 2, bias=False),
-                nn.BatchNorm2d(o),
-                nn.ReLU(True),
-            ]
+            layers += [nn.Conv2d(i, o, kernel, step, kernel // 2, bias=False), nn.BatchNorm2d(o), nn.ReLU(True)]
         self.main = nn.Sequential(*layers[:-1])
         self.short: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
@@ -86,10 +82,7 @@ MODELS: dict[str, Callable[[bool], tuple[nn.Module, torch.Tensor]]] = {
     "transformer": lambda is_gpu: (
         (transformer(768, 12), torch.randn(8, 256, 768)) if is_gpu else (transformer(16, 2), torch.randn(2, 4, 16))
     ),
-    "small": lambda is_gpu: (
-        nn.Sequential(*[nn.Linear(64, 64) for _ in range(120)]),
-        torch.randn(32, 64),
-    ),
+    "small": lambda is_gpu: (nn.Sequential(*[nn.Linear(64, 64) for _ in range(120)]), torch.randn(32, 64)),
 }
 """name -> function that returns the network and a batch of one rank."""
 

@@ -26,12 +26,7 @@ class Model:
 def _cnn() -> tuple[nn.Module, torch.Tensor]:
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
-        layers += [
-            nn.Conv2d(inputs, outputs, 3, padding=1),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-        ]
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 16, 10)), torch.randn(16, 3, 32, 32)
 
 

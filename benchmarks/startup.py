@@ -167,12 +167,7 @@ def variables(port: int, rank: int, size: int) -> Mapping[str, str]:
     if "RANK" in os.environ:
         return own
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    node = {
-        "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": 1,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
-        "TORCHELASTIC_RUN_ID": "none",
-    }
+    node = {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": "none"}
     return own | {name: str(value) for name, value in (ranks | node).items()}
 
 

@@ -106,14 +106,7 @@ from .core.training.optimizer_state import broadcast_optimizer_state as broadcas
 from .torch_ddp.module import DistributedDataParallel as DistributedDataParallel
 from .core.training.parameters import broadcast_parameters as broadcast_parameters
 from .sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-from .core.types import (
-    Adasum as Adasum,
-    Average as Average,
-    Max as Max,
-    Min as Min,
-    Product as Product,
-    Sum as Sum,
-)
+from .core.types import Adasum as Adasum, Average as Average, Max as Max, Min as Min, Product as Product, Sum as Sum
 from .core.world import (
     ProcessSet as ProcessSet,
     add_process_set as add_process_set,

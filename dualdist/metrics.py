@@ -301,11 +301,7 @@ class ConfusionMatrix(Metric):
     """
 
     def __init__(
-        self,
-        num_classes: int,
-        process_set: ProcessSetLike = global_process_set,
-        *,
-        ignore_index: int | None = None,
+        self, num_classes: int, process_set: ProcessSetLike = global_process_set, *, ignore_index: int | None = None
     ) -> None:
         self.ignore_index = None if ignore_index is None else integer("ignore_index", ignore_index)
         # One more row and column for wrong class numbers. Raising in `update` would have to wait for the GPU.

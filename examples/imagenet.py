@@ -38,12 +38,7 @@ add("--model", default="resnet50", help="classification model of torchvision (%(
 add("--epochs", type=int, help="passes over the images (90; with --synthetic 2)")
 add("--batch-size", type=int, help="images per batch and process (32; with --synthetic 8)")
 add("--lr", type=float, default=0.0125, help="learning rate of one process (%(default)s)")
-add(
-    "--warmup-epochs",
-    type=int,
-    default=5,
-    help="linear, before the cosine; at most half of all (%(default)s)",
-)
+add("--warmup-epochs", type=int, default=5, help="linear, before the cosine; at most half of all (%(default)s)")
 add("--weight-decay", type=float, default=5e-5, help="of weights; not of norms and biases (%(default)s)")
 add("--label-smoothing", type=float, default=0.1, help="(%(default)s)")
 add("--ema", type=float, default=0.999, help="how much averaged weights keep in each step (%(default)s)")

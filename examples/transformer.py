@@ -82,10 +82,7 @@ val_loader = DataLoader(val, 64, sampler=hvd.DistributedSampler(val, shuffle=Fal
 model = hvd.DistributedDataParallel(Model().to(device))  # equal weights on all processes from here on
 matrices = [param for param in model.parameters() if param.ndim > 1]
 others = [param for param in model.parameters() if param.ndim <= 1]
-groups = [
-    {"params": matrices, "weight_decay": settings.weight_decay},
-    {"params": others, "weight_decay": 0.0},
-]
+groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95))
 cosine = CosineAnnealingLR(optimizer, T_max=max(1, settings.steps - settings.warmup_steps))
 scheduler = hvd.lr.warmup(optimizer, settings.warmup_steps, factor=settings.warmup_steps or None, then=cosine)

@@ -47,9 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run every test, in more worlds, and start those of users as new interpreters; see tests/selection.py",
     )
     parser.addoption(
-        "--rest",
-        action="store_true",
-        help="run what .ci/run adds to the tests of ci/test; see tests/selection.py",
+        "--rest", action="store_true", help="run what .ci/run adds to the tests of ci/test; see tests/selection.py"
     )
     parser.addoption("--times", action="store_true", help="show what each folder, file and world takes")
 

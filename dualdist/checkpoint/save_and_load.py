@@ -20,13 +20,7 @@ from ..core.checks import converted, flag, instance, integer, is_dtensor, mappin
 from ..core.checks import path as checked_path
 from ..core.collectives.broadcast import broadcast_
 from ..core.collectives.join import barrier
-from ..core.collectives.objects import (
-    ALLGATHER_OBJECT,
-    allgather_object,
-    attempted,
-    if_all_succeed,
-    on_all_ranks,
-)
+from ..core.collectives.objects import ALLGATHER_OBJECT, allgather_object, attempted, if_all_succeed, on_all_ranks
 from ..core.lifecycle import rank, size
 from ..core.training.optimizer_state import load_optimizer_state
 from ..core.training.parallel import SynchronizedModule
@@ -469,11 +463,7 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str],
-    state: Mapping[str, Any] | None = None,
-    *,
-    strict: bool = True,
-    partial: bool = False,
+    path: str | os.PathLike[str], state: Mapping[str, Any] | None = None, *, strict: bool = True, partial: bool = False
 ) -> dict[str, Any]:
     """Return the values in the file `path`, which `save` or a manager has written, and load them into `state`.
 

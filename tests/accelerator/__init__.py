@@ -43,11 +43,7 @@ def build() -> None:
         return
     for old in built.parent.glob(f"{_NAME}-*"):
         old.unlink()
-    headers = (
-        torch_folder / "include",
-        torch_folder / "include/torch/csrc/api/include",
-        sysconfig.get_path("include"),
-    )
+    headers = (torch_folder / "include", torch_folder / "include/torch/csrc/api/include", sysconfig.get_path("include"))
     command = ["c++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", *(f"-I{folder}" for folder in headers)]
     command += [str(path) for path in _SOURCES if path.suffix == ".cpp"]
     command += [f"-L{torch_folder / 'lib'}", f"-Wl,-rpath,{torch_folder / 'lib'}"]

@@ -182,10 +182,7 @@ def test_what_differs_between_ranks_is_restored_on_each_except_for_losses_and_ti
     rank, last = hvd.rank(), hvd.rank() == hvd.size() - 1
     state: dict[str, Any] = {"buffer": Position(), "data": Position(), "equal": Position(), "of 0": OfRank0()}
     state |= {"seen": [rank], "only on 0": Position() if rank == 0 else None}
-    state |= {
-        "history": [{"loss": 2.0 + rank, "seconds": np.float32(rank)}],
-        "loss": torch.tensor(rank + 0.5),
-    }
+    state |= {"history": [{"loss": 2.0 + rank, "seconds": np.float32(rank)}], "loss": torch.tensor(rank + 0.5)}
     with warned() as messages, CheckpointManager(folder(tmp_path), state) as manager:
         state["buffer"].read = torch.arange(3.0) if last else torch.zeros(3)
         state["data"].read = state["of 0"].read = 10 + rank

@@ -54,10 +54,7 @@ def test_damaged_files_are_passed_over_by_all_ranks_with_a_warning_that_names_th
 def test_without_a_rated_checkpoint_damaged_ones_are_named_and_the_others_are_not_called_damaged(
     tmp_path: Path,
 ) -> None:
-    with (
-        warned() as messages,
-        CheckpointManager(folder(tmp_path), {"value": 0}, best=("accuracy", "max")) as manager,
-    ):
+    with warned() as messages, CheckpointManager(folder(tmp_path), {"value": 0}, best=("accuracy", "max")) as manager:
         manager.save()
         manager.steps = 1
         manager.save({"accuracy": 0.5})
@@ -147,10 +144,7 @@ def test_an_object_that_cannot_be_saved_or_loaded_on_one_rank_is_an_error_on_all
     with pytest.raises(hvd.CheckpointError, match=r"Rank 0 failed: TypeError: `state\['a'\]` must be a tensor"):
         save(path, {"a": object()})
     save(path, {"a": Broken(-1)})
-    with (
-        warned(),
-        pytest.raises(hvd.CheckpointError, match=r"`a` could not load its state from .*the reason"),
-    ):
+    with warned(), pytest.raises(hvd.CheckpointError, match=r"`a` could not load its state from .*the reason"):
         load(path, {"a": Broken(last)})
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
@@ -180,12 +174,7 @@ class RefusingModule(torch.nn.Linear):
 @everywhere
 def test_a_state_that_one_rank_cannot_load_changes_no_rank(late: bool, tmp_path: Path) -> None:
     path = folder(tmp_path) / "a.pt"
-    state: dict[str, Any] = {
-        **make_state("optimizer"),
-        "epoch": 1,
-        "refusing": Refusing(),
-        "z": torch.nn.Linear(1, 1),
-    }
+    state: dict[str, Any] = {**make_state("optimizer"), "epoch": 1, "refusing": Refusing(), "z": torch.nn.Linear(1, 1)}
     train(state, 2)
     state["refusing"].taken = 0 if late else 1
     save(path, state)

@@ -326,11 +326,7 @@ def test_wrong_hooks_are_refused() -> None:
         return hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), **options)
 
     weight = nn.Parameter(torch.zeros(3))
-    for options in (
-        {"op": hvd.Sum},
-        {"compression": hvd.Compression.fp16},
-        {"gradient_predivide_factor": 2.0},
-    ):
+    for options in ({"op": hvd.Sum}, {"compression": hvd.Compression.fp16}, {"gradient_predivide_factor": 2.0}):
         with pytest.raises(ValueError, match="must not be set with `comm_hook`"):
             optimizer(weight, comm_hook=noop_hook, **options)
     model = hvd.DistributedDataParallel(nn.Linear(2, 1))

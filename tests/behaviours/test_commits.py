@@ -182,11 +182,7 @@ def restarted_by_torchrun(tmp_path: Path) -> Iterator[Path]:
     folder = hvd.broadcast_object(str(tmp_path))
     hvd.shutdown()
     try:
-        with (
-            patch.dict(os.environ, {"DUALDIST_ELASTIC_DIR": folder}),
-            patch.object(sys, "argv", ["train"]),
-            warned(),
-        ):
+        with patch.dict(os.environ, {"DUALDIST_ELASTIC_DIR": folder}), patch.object(sys, "argv", ["train"]), warned():
             hvd.init()
             yield Path(folder)
     finally:

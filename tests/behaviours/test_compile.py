@@ -122,10 +122,7 @@ def own(x: torch.Tensor) -> torch.Tensor:
 Function = Callable[..., Any]
 CALLS: dict[str, tuple[Function, Function]] = {
     "allreduce": (lambda x: hvd.allreduce(2 * x, op=hvd.Sum), lambda xs: 2 * sum(xs)),
-    "grouped_allreduce": (
-        lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)[1],
-        lambda xs: 2 * sum(xs),
-    ),
+    "grouped_allreduce": (lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)[1], lambda xs: 2 * sum(xs)),
     "allgather": (lambda x: hvd.allgather(2 * x), lambda xs: 2 * torch.cat(xs)),
     "broadcast": (lambda x: hvd.broadcast(2 * x, 1), lambda xs: 2 * xs[1]),
     "reduce": (lambda x: hvd.reduce(2 * x, root_rank=1, op=hvd.Sum), lambda xs: 2 * sum(xs) * hvd.rank()),

@@ -137,10 +137,7 @@ def test_two_dimensions_are_no_process_set() -> None:
 @everywhere
 def test_samplers_shard_over_a_dimension() -> None:
     mesh, data = all_in_last(), range(4 * hvd.size())
-    for chosen, numbers in (
-        (mesh["replicate"], list(data)),
-        (mesh["shard"], list(data)[hvd.rank() :: hvd.size()]),
-    ):
+    for chosen, numbers in ((mesh["replicate"], list(data)), (mesh["shard"], list(data)[hvd.rank() :: hvd.size()])):
         sampler = hvd.DistributedSampler(data, shuffle=False, process_set=chosen)
         assert list(sampler) == numbers
         sampler.advance(2)

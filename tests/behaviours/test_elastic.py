@@ -177,10 +177,7 @@ def test_training_ends_after_ten_failures_without_a_commit() -> None:
             state.commit()
         raise hvd.HorovodInternalError("each time")
 
-    with (
-        warned(),
-        pytest.raises(hvd.HorovodInternalError, match=r"10 times in a row without a commit.*: each time"),
-    ):
+    with warned(), pytest.raises(hvd.HorovodInternalError, match=r"10 times in a row without a commit.*: each time"):
         train(TorchState(step=0))
     assert calls == [0, *[1] * 9]
 

@@ -66,9 +66,7 @@ def test_what_a_failed_backward_has_sent_does_not_become_the_gradients_of_anothe
 
 @pytest.mark.parametrize("between", ["no_sync", "passes"])
 @everywhere
-def test_what_a_failed_backward_has_sent_is_forgotten_also_after_a_change_of_what_is_combined(
-    between: str,
-) -> None:
+def test_what_a_failed_backward_has_sent_is_forgotten_also_after_a_change_of_what_is_combined(between: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     wrapped: Any = model
     if between == "no_sync":

@@ -190,9 +190,7 @@ def test_a_backward_that_failed_is_repeated_also_where_ranks_expect_different_or
 @pytest.mark.parametrize("style", ["optimizer", "module"])
 @pytest.mark.ranks(2, 3)
 @everywhere
-def test_a_repeat_with_kept_gradients_is_an_error_also_where_ranks_expect_different_orders(
-    style: str,
-) -> None:
+def test_a_repeat_with_kept_gradients_is_an_error_also_where_ranks_expect_different_orders(style: str) -> None:
     wrapped = Wrapped(style, is_oldest=True)
     wrapped.fail_where_ranks_expect_different_orders()
     if hvd.rank() != 0:  # these have sent gradients, and repeat once more

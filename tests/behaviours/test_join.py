@@ -55,9 +55,7 @@ def test_groups_and_factors_work_while_a_rank_has_joined() -> None:
     rank, size = hvd.rank(), hvd.size()
     if rank > 0:
         result = hvd.grouped_allreduce(
-            [torch.ones(2), torch.ones(5000, dtype=torch.int32), torch.tensor([True])],
-            op=hvd.Sum,
-            postscale_factor=2.0,
+            [torch.ones(2), torch.ones(5000, dtype=torch.int32), torch.tensor([True])], op=hvd.Sum, postscale_factor=2.0
         )
         assert result[0].tolist() == [2 * (size - 1)] * 2
         assert result[1].tolist() == [2 * (size - 1)] * 5000

@@ -29,10 +29,7 @@ CASES: dict[str, Calls] = {
     "shapes": (lambda: hvd.allreduce(ones(2)), lambda: hvd.allreduce(ones(3))),
     "shapes/dimensions": (lambda: hvd.allreduce(ones(2, 3)), lambda: hvd.allreduce(ones(6))),
     "shapes/large": (lambda: hvd.allreduce_(ones(5000)), lambda: hvd.allreduce_(ones(5001))),
-    "shapes/group": (
-        lambda: hvd.grouped_allreduce([ones(2), ones(2)]),
-        lambda: hvd.grouped_allreduce([ones(2)]),
-    ),
+    "shapes/group": (lambda: hvd.grouped_allreduce([ones(2), ones(2)]), lambda: hvd.grouped_allreduce([ones(2)])),
     "shapes/reducescatter": (lambda: hvd.reducescatter(ones(4)), lambda: hvd.reducescatter(ones(6))),
     "dtypes": (lambda: hvd.allreduce(ones(2)), lambda: hvd.allreduce(ones(2, dtype=torch.int32))),
     "dtypes/allgather": (lambda: hvd.allgather(ones(2)), lambda: hvd.allgather(ones(2, dtype=torch.float64))),
@@ -47,10 +44,7 @@ CASES: dict[str, Calls] = {
     "op": (lambda: hvd.allreduce(ones(2), op=hvd.Sum), lambda: hvd.allreduce(ones(2), op=hvd.Max)),
     "op/reduce": (lambda: hvd.reduce(ones(2), 0, op=hvd.Sum), lambda: hvd.reduce(ones(2), 0, op=hvd.Max)),
     "prescale_factor": (lambda: hvd.allreduce(ones(2), prescale_factor=0.5), lambda: hvd.allreduce(ones(2))),
-    "postscale_factor": (
-        lambda: hvd.allreduce(ones(2), postscale_factor=0.5),
-        lambda: hvd.allreduce(ones(2)),
-    ),
+    "postscale_factor": (lambda: hvd.allreduce(ones(2), postscale_factor=0.5), lambda: hvd.allreduce(ones(2))),
     "root_rank": (lambda: hvd.broadcast(ones(2), 0), lambda: hvd.broadcast(ones(2), 1)),
     "root_rank/object": (lambda: hvd.broadcast_object("a", 0), lambda: hvd.broadcast_object("b", 1)),
     "root_rank/gather": (lambda: hvd.gather(ones(2), 0), lambda: hvd.gather(ones(2), 1)),

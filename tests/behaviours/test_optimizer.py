@@ -700,10 +700,7 @@ def test_a_step_in_a_hook_that_would_use_gradients_of_this_rank_is_an_error(styl
         optimizer.zero_grad()
 
     hooks = [param.register_post_accumulate_grad_hook(finish) for param in params]
-    errors = {
-        "module": "hooks have removed all of them",
-        "optimizer": r"step\(\) must not be called in a hook",
-    }
+    errors = {"module": "hooks have removed all of them", "optimizer": r"step\(\) must not be called in a hook"}
     with pytest.raises(RuntimeError, match=errors[style]):
         (params[0] + params[1]).sum().backward()
     for hook in hooks:
@@ -726,15 +723,7 @@ def test_no_sync_accumulates_locally_as_in_the_module() -> None:
 
 @everywhere
 def test_frozen_parameters_of_any_dtype_are_left_alone() -> None:
-    quantized = (
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.float8_e4m3fn,
-    )
+    quantized = (torch.int8, torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn)
     bases = [nn.Parameter(torch.ones(3).to(dtype), requires_grad=False) for dtype in quantized]
     adapter = nn.Parameter(torch.ones(3))
     params = [*bases, adapter]

@@ -332,9 +332,7 @@ def test_options_for_speed_do_not_change_the_gradients(options: dict[str, Any]) 
 def test_delayed_parameters_are_averaged_too() -> None:
     model: Any = nn.Sequential(linear(), linear())
     wrapped: Any = hvd.DistributedDataParallel(
-        model,
-        delay_all_reduce_named_params=[("1.weight", model[1].weight)],
-        param_to_hook_all_reduce=model[0].weight,
+        model, delay_all_reduce_named_params=[("1.weight", model[1].weight)], param_to_hook_all_reduce=model[0].weight
     )
     with torch.no_grad():
         model[0].weight.fill_(1.0)
@@ -342,9 +340,7 @@ def test_delayed_parameters_are_averaged_too() -> None:
     with pytest.raises(ValueError, match="`delay_all_reduce_named_params` must be a list"):
         other = linear()
         hvd.DistributedDataParallel(
-            linear(),
-            delay_all_reduce_named_params=[("0", other.weight)],
-            param_to_hook_all_reduce=other.weight,
+            linear(), delay_all_reduce_named_params=[("0", other.weight)], param_to_hook_all_reduce=other.weight
         )
     mean_of_ranks(wrapped)
     assert model[1].weight.grad.item() == (hvd.size() + 1) / 2

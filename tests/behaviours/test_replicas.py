@@ -44,10 +44,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "an order": (swap, "'0.weight' (float32, 4x3)"),
     "a buffer": (lambda model, _: model.mask.logical_not_(), "'mask' (bool, 2)"),
     "a sparse buffer": (lambda model, _: model.table.mul_(2), "'table' (float32, 3x3)"),
-    "a dtype": (
-        lambda model, _: setattr(model, "p3", nn.Parameter(model.p3.float(), False)),
-        "'p3' (int8, 2x2)",
-    ),
+    "a dtype": (lambda model, _: setattr(model, "p3", nn.Parameter(model.p3.float(), False)), "'p3' (int8, 2x2)"),
     "a missing buffer": (lambda model, _: model._buffers.pop("phase"), "'phase' (complex64, a scalar)"),
     "statistics": (lambda model, _: model[1].running_var.add_(1), "'1.running_var' (float32, 4)"),
     "a learning rate": (
@@ -55,10 +52,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
         "'optimizer.param_groups[0].lr' (float)",
     ),
     "evaluation": (lambda model, _: model[1].eval(), "'1.training' (bool)"),
-    "a frozen parameter": (
-        lambda model, _: model[0].bias.requires_grad_(False),
-        "'0.bias.requires_grad' (bool)",
-    ),
+    "a frozen parameter": (lambda model, _: model[0].bias.requires_grad_(False), "'0.bias.requires_grad' (bool)"),
     "a moment": (
         lambda _, optimizer: next(iter(optimizer.state.values()))["exp_avg"].add_(1),
         "'optimizer.state[0].exp_avg' (float32, 4x3)",

@@ -203,9 +203,7 @@ LINES = {
         "return self._request.ended",
     ),
     "a call in another thread has the caller's streams": Line(
-        "devices.streams:on_streams_of_caller",
-        "stack.enter_context(use_stream(stream))",
-        PROGRAMS,
+        "devices.streams:on_streams_of_caller", "stack.enter_context(use_stream(stream))", PROGRAMS
     ),
     "the stream waits for the transport": Line(
         "core.backends.torch_groups:_TorchWork.wait", "self._work.wait()", PROGRAMS
@@ -220,9 +218,7 @@ LINES = {
     ),
     "a hook waits for its bucket": Line(f"{HOOK}.start", "streams.wait_event(self.device, self._packed)", TRAININGS),
     "backward waits for a hook": Line(
-        f"{HOOK}.wait",
-        "streams.wait_event(self.device, streams.record_event(self.device, self._stream))",
-        TRAININGS,
+        f"{HOOK}.wait", "streams.wait_event(self.device, streams.record_event(self.device, self._stream))", TRAININGS
     ),
     "a state waits for its copy": Line(
         "checkpoint.contents:HostCopy.take", "accelerator.synchronize(device)", copies_late_numbers

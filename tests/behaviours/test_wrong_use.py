@@ -286,8 +286,5 @@ def repeat_a_backward_on_rank_0() -> None:
             wrapped(torch.ones(1, 2)).sum().backward()
         hook.remove()
         model.zero_grad()
-    with pytest.raises(
-        hvd.HorovodInternalError,
-        match="not sent the same number of gradient buckets",
-    ):
+    with pytest.raises(hvd.HorovodInternalError, match="not sent the same number of gradient buckets"):
         wrapped(torch.ones(1, 2)).sum().backward()

@@ -16,25 +16,12 @@ import torch
 from ..helpers.world import World, WorldKind, started
 from .device import IS_GPU, TRANSPORT, VARIABLES
 
-TORCHRUN = (
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "{size}",
-    "--no-python",
-)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{size}", "--no-python")
 
 
 def _world(transport: str, size: int) -> Iterator[World]:
     settings = MappingProxyType(
-        {
-            "DUALDIST_BACKEND": "torch",
-            "DUALDIST_TRANSPORT": transport,
-            "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-            **VARIABLES,
-        }
+        {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": transport, "NCCL_MULTI_RANK_GPU_ENABLE": "1", **VARIABLES}
     )
     with started(WorldKind(f"torch-{transport}", TORCHRUN, settings), size) as world:
         yield world

@@ -134,10 +134,7 @@ def adasum(device: str) -> list[torch.Tensor]:
         (weight * drawn(device, 3)).sum().backward()
         optimizer.step()
     group = [drawn(device, 7), drawn(device, 300).float()]
-    results = [
-        hvd.allreduce(drawn(device, 5000), op=hvd.Adasum),
-        *hvd.grouped_allreduce(group, op=hvd.Adasum),
-    ]
+    results = [hvd.allreduce(drawn(device, 5000), op=hvd.Adasum), *hvd.grouped_allreduce(group, op=hvd.Adasum)]
     return on_host(device, [weight, *results])
 
 
@@ -418,10 +415,7 @@ def mismatched(device: str) -> list[float]:
     layer: Any = nn.Linear(2, 1, bias=False, device=device)
     model = hvd.DistributedDataParallel(layer)
     (model(torch.ones(1, 2, device=device)) * (hvd.rank() + 1)).sum().backward()
-    numbers: list[float] = [
-        *layer.weight.grad.flatten().tolist(),
-        *hvd.allreduce(own[:1], op=hvd.Sum).tolist(),
-    ]
+    numbers: list[float] = [*layer.weight.grad.flatten().tolist(), *hvd.allreduce(own[:1], op=hvd.Sum).tolist()]
     return numbers
 
 
@@ -503,8 +497,7 @@ def adopted(device: str, config: str, bound: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "bound"),
-    [(TRANSPORT, "bound"), (TRANSPORT, "unbound"), (f"cpu:gloo,{KIND}:{TRANSPORT}", "unbound")],
+    ("config", "bound"), [(TRANSPORT, "bound"), (TRANSPORT, "unbound"), (f"cpu:gloo,{KIND}:{TRANSPORT}", "unbound")]
 )
 def test_a_world_of_torch_is_adopted_and_still_works_after_shutdown(config: str, bound: str) -> None:
     ended = launched(1, "adopted", DEVICE, config, bound)
@@ -605,13 +598,7 @@ def test_a_rank_that_leaves_does_not_wait_for_one_that_was_killed(tmp_path: Path
 
 def autocast_steps(device: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    layers = (
-        nn.Conv2d(3, 4, 3, bias=False),
-        hvd.SyncBatchNorm(4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(4 * 36, 2),
-    )
+    layers = (nn.Conv2d(3, 4, 3, bias=False), hvd.SyncBatchNorm(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2))
     model: Any = nn.Sequential(*layers).to(device)
     wrapped = hvd.DistributedDataParallel(model)
     dtypes: list[torch.dtype] = []

@@ -244,10 +244,7 @@ CALLS: dict[str, tuple[Call, Call]] = {
     ),
     "allgather": (hvd.allgather, hvd.allgather_async),
     "broadcast": (lambda t: hvd.broadcast(t, 0), lambda t: hvd.broadcast_async(t, 0)),
-    "reducescatter": (
-        lambda t: hvd.reducescatter(t, op=hvd.Sum),
-        lambda t: hvd.reducescatter_async(t, op=hvd.Sum),
-    ),
+    "reducescatter": (lambda t: hvd.reducescatter(t, op=hvd.Sum), lambda t: hvd.reducescatter_async(t, op=hvd.Sum)),
     "alltoall": (hvd.alltoall, lambda t: hvd.alltoall_async(t)),
 }
 """name -> (synchronous call, asynchronous call)"""

@@ -90,12 +90,7 @@ class FaultyFileSystem(CountingFileSystem):
     """Writes less than it is asked to, with a delay, fails at one operation, and loses its power before another."""
 
     def __init__(
-        self,
-        at: Callable[[int, str], None] | None = None,
-        *,
-        fails_at: int = 0,
-        cuts_at: int = 0,
-        delay: float = 0.0,
+        self, at: Callable[[int, str], None] | None = None, *, fails_at: int = 0, cuts_at: int = 0, delay: float = 0.0
     ) -> None:
         super().__init__(at)
         self._fails_at = fails_at

@@ -135,10 +135,7 @@ def _run(arguments: list[str]) -> int:
         sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
     is_module, is_text = arguments[0] == "-m", arguments[0] == "-c"
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [
-        "" if is_module or is_text else str(Path(arguments[0]).resolve().parent),
-        *filter(None, path),
-    ]
+    sys.path[:0] = ["" if is_module or is_text else str(Path(arguments[0]).resolve().parent), *filter(None, path)]
     try:
         if is_text:
             sys.argv = ["-c", *arguments[2:]]

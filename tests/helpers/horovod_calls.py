@@ -73,12 +73,7 @@ def train(**options: Any) -> list[Any]:
     wrapped = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters(), **options)
     model(rows()).sum().backward()
     wrapped.step()
-    return [
-        model.weight,
-        sorted(wrapped._parameter_names.values()),
-        len(wrapped._handles),
-        type(wrapped).__module__,
-    ]
+    return [model.weight, sorted(wrapped._parameter_names.values()), len(wrapped._handles), type(wrapped).__module__]
 
 
 def stepped_twice() -> list[str]:
@@ -104,13 +99,7 @@ def private_attributes(passes: int) -> list[Any]:
     found.append([wrapped._synchronized, list(wrapped._allreduce_delay.values()), len(wrapped._handles)])
     with wrapped.skip_synchronize():
         wrapped.step()
-    return [
-        *found,
-        wrapped._synchronized,
-        wrapped.op,
-        wrapped.backward_passes_per_step,
-        len(wrapped._parameter_names),
-    ]
+    return [*found, wrapped._synchronized, wrapped.op, wrapped.backward_passes_per_step, len(wrapped._parameter_names)]
 
 
 def averaged_by_name() -> list[Any]:
@@ -300,11 +289,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "broadcast_": lambda: in_place(hvd.broadcast_, root_rank=1),
     "broadcast_async": lambda: waited(hvd.broadcast_async(rows(), 0, "sent")),
     "broadcast_async_": lambda: waited(hvd.broadcast_async_(rows(), 1)),
-    "alltoall": lambda: [
-        hvd.alltoall(rows()),
-        hvd.alltoall(rows(3), torch.tensor([1, 2])),
-        gradient(hvd.alltoall),
-    ],
+    "alltoall": lambda: [hvd.alltoall(rows()), hvd.alltoall(rows(3), torch.tensor([1, 2])), gradient(hvd.alltoall)],
     "alltoall_async": lambda: waited(hvd.alltoall_async(rows(), torch.tensor([1, 1], dtype=torch.int32))),
     "reducescatter": lambda: [hvd.reducescatter(rows(3), op=hvd.Sum), gradient(hvd.reducescatter)],
     "reducescatter_async": lambda: waited(hvd.reducescatter_async(rows(), op=hvd.Average)),
@@ -319,12 +304,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "broadcast_optimizer_state": lambda: hvd.broadcast_optimizer_state(
         torch.optim.SGD(small_model().parameters(), lr=0.1), root_rank=0
     ),
-    "DistributedOptimizer": lambda: [
-        train(),
-        train(op=hvd.Sum),
-        train(backward_passes_per_step=1),
-        stepped_twice(),
-    ],
+    "DistributedOptimizer": lambda: [train(), train(op=hvd.Sum), train(backward_passes_per_step=1), stepped_twice()],
     "Compression": lambda: [
         hvd.Compression.none is compression.NoneCompressor,
         hvd.Compression.fp16.compress(torch.ones(2)),

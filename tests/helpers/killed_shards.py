@@ -156,10 +156,7 @@ def main(folder: Path, count: int, seed: int) -> None:
     kinds = {kind: undisturbed(folder / f"undisturbed {kind}", kind) for kind in (False, True)}
     for place in range(count):
         asynchronous = place % 2 == 1
-        print(
-            json.dumps(asdict(killed(folder / str(place), numbers, asynchronous, *kinds[asynchronous]))),
-            flush=True,
-        )
+        print(json.dumps(asdict(killed(folder / str(place), numbers, asynchronous, *kinds[asynchronous]))), flush=True)
 
 
 if __name__ == "__main__":

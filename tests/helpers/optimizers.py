@@ -107,9 +107,7 @@ def trained(kind: str, dtype: torch.dtype, seed: int, steps: int) -> torch.optim
     """Return an optimizer of two matrices after `steps` steps. Its numbers follow from `seed`."""
     weights = torch.sin(torch.arange(24.0).reshape(2, 4, 3) + seed)
     optimizer: torch.optim.Optimizer = _CLASSES[kind](
-        [torch.nn.Parameter(weight.to(dtype)) for weight in weights],
-        lr=0.1 / (seed + 1),
-        **_OPTIONS.get(kind, {}),
+        [torch.nn.Parameter(weight.to(dtype)) for weight in weights], lr=0.1 / (seed + 1), **_OPTIONS.get(kind, {})
     )
     for number in range(steps):
         step(optimizer, seed + number)

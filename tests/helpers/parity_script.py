@@ -69,9 +69,7 @@ def main(style: str) -> None:
         wrapped = hvd.DistributedDataParallel(model)
     elif fault != "no-reduction":
         optimizer = hvd.DistributedOptimizer(
-            optimizer,
-            named_parameters=model.named_parameters(),
-            backward_passes_per_step=PASSES,
+            optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=PASSES
         )
     if style == "horovod" and fault == "optimizer-state":
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)

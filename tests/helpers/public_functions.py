@@ -105,10 +105,7 @@ def sgd() -> torch.optim.SGD:
 
 DATA: dict[str, Case] = {
     **cases("DistributedSampler elastic.ElasticSampler", lambda: {"dataset": range(12)}),
-    **cases(
-        "DistributedSampler.set_epoch DistributedSampler.advance DistributedSampler.load_state_dict",
-        of=sampler,
-    ),
+    **cases("DistributedSampler.set_epoch DistributedSampler.advance DistributedSampler.load_state_dict", of=sampler),
     **cases("samplers.DistributedSamplerWrapper", lambda: {"sampler": range(12)}),
     **cases("samplers.DealingSampler.load_state_dict", of=lambda: samplers.DistributedSamplerWrapper(range(12))),
     **cases("split_by_rank", lambda: {"iterable": range(12)}),
@@ -264,12 +261,4 @@ WORLD: dict[str, Case] = {
     "start_timeline": Case(hvd.start_timeline, call=timeline),
 }
 
-CASES: dict[str, Case] = {
-    **CHECKPOINTS,
-    **ELASTIC,
-    **TRAINING,
-    **WORLD,
-    **DATA,
-    **METRICS,
-    **COLLECTIVES,
-}
+CASES: dict[str, Case] = {**CHECKPOINTS, **ELASTIC, **TRAINING, **WORLD, **DATA, **METRICS, **COLLECTIVES}

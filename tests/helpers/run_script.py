@@ -29,10 +29,7 @@ def train(factor: float, *, fails: bool = False) -> Report:
 
 
 def main(stack: str) -> None:
-    options: dict[str, Any] = {
-        "use_gloo": True,
-        "executable": os.environ.get("PYTHON_EXEC"),
-    }  # of a fork; see forks.py
+    options: dict[str, Any] = {"use_gloo": True, "executable": os.environ.get("PYTHON_EXEC")}  # of a fork; see forks.py
     reports = horovod.run(train, (2.0,), num_proc=2, **options)
     assert all(type(report) is Report for report in reports)
     print(stack, [report.numbers for report in reports], hvd.allreduce.__module__.partition(".")[0])

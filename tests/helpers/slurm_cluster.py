@@ -183,13 +183,7 @@ def _configure(folder: Path, nodes: Sequence[Node]) -> None:
 
 
 def _servers(folder: Path, nodes: Sequence[Node]) -> dict[str, list[str]]:
-    munged = [
-        program("munged"),
-        "--foreground",
-        "--force",
-        "--num-threads=2",
-        f"--key-file={folder}/munge.key",
-    ]
+    munged = [program("munged"), "--foreground", "--force", "--num-threads=2", f"--key-file={folder}/munge.key"]
     munged += [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed")]
     return {
         "munged": [*munged, f"--socket={folder}/munge.socket"],

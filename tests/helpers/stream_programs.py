@@ -270,10 +270,7 @@ def training(device: torch.device, seed: int) -> Tensors:
         return [tensor.detach().cpu() for tensor in (*found, *network.parameters())]
 
 
-DELAYS: dict[Callable[..., Tensors], tuple[int, int, int]] = {
-    program: (300, 3000, 300),
-    training: (500, 5000, 500),
-}
+DELAYS: dict[Callable[..., Tensors], tuple[int, int, int]] = {program: (300, 3000, 300), training: (500, 5000, 500)}
 """Microseconds, at most, of the kernels of the default streams, of other streams, and of collectives."""
 
 

@@ -88,12 +88,7 @@ WORLD_KINDS = (
     WorldKind("npu-hccl", TORCHRUN, MappingProxyType({DEVICE: "default"})),
     WorldKind("npu-gloo", TORCHRUN, MappingProxyType({DEVICE: "default", "DUALDIST_TRANSPORT": "gloo"})),
     WorldKind("horovod-gloo", (f"{BIN}/horovodrun", "--gloo", "-np", "{size}"), modules=("horovod",)),
-    WorldKind(
-        "horovod-mpi",
-        MPIRUN,
-        MappingProxyType({"DUALDIST_BACKEND": "horovod"}),
-        modules=("horovod", "mpi4py"),
-    ),
+    WorldKind("horovod-mpi", MPIRUN, MappingProxyType({"DUALDIST_BACKEND": "horovod"}), modules=("horovod", "mpi4py")),
 )
 
 WORLDS = {f"{kind.name}-{size}": (kind, size) for kind in WORLD_KINDS for size in kind.sizes}
@@ -177,12 +172,7 @@ class World:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env=self._clean_environment()
-                | {
-                    ADDRESS: f"{host}:{port}",
-                    KEY: key,
-                    STACKS: self._folder.name,
-                },
+                env=self._clean_environment() | {ADDRESS: f"{host}:{port}", KEY: key, STACKS: self._folder.name},
             )
             self._meet(listener)
 

@@ -103,9 +103,7 @@ def test_a_shutdown_of_horovod_that_is_stuck_after_a_failure_is_left_alone(world
     assert world.run(shutdown_after_a_failure) == [True, True]
 
 
-def test_each_rank_takes_its_device_unless_the_script_has_started_horovod_and_chosen_one(
-    world: World,
-) -> None:
+def test_each_rank_takes_its_device_unless_the_script_has_started_horovod_and_chosen_one(world: World) -> None:
     own = [("cuda:0", ["cuda:0"]), ("cuda:1", ["cuda:1"])]
     assert world.run(bound_device, None, False) == own
     assert world.run(bound_device, 0, False) == own

@@ -132,9 +132,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Con
     folder = tmp_path_factory.mktemp("installed")
     sources = folder / "sources"  # a copy: setuptools leaves build/ behind, and takes old files from it
     shutil.copytree(
-        ROOT,
-        sources,
-        ignore=lambda parent, names: [name for name in names if not is_source(Path(parent, name))],
+        ROOT, sources, ignore=lambda parent, names: [name for name in names if not is_source(Path(parent, name))]
     )
     distribute = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
     subprocess.run([sys.executable, "-c", distribute, folder], cwd=sources, check=True, capture_output=True)
@@ -160,12 +158,7 @@ def test_the_source_distribution_has_what_the_tests_and_pages_need(installed: In
         names = {name.partition("/")[2] for name in archive.getnames()}
     for folder in ("benchmarks", "ci", "docs", "dualdist", "examples", "tests"):
         assert sources_in(folder) - names == set()
-    assert names >= {path.name for path in ROOT.glob("*.md")} | {
-        "LICENSE",
-        "mkdocs.yml",
-        "pyproject.toml",
-        "setup.cfg",
-    }
+    assert names >= {path.name for path in ROOT.glob("*.md")} | {"LICENSE", "mkdocs.yml", "pyproject.toml", "setup.cfg"}
 
 
 def test_the_wheel_has_the_files_of_the_package_and_nothing_else(installed: Installed) -> None:

@@ -105,10 +105,7 @@ def test_reduce_and_reduce_scatter(largest: int) -> None:
         for dtype in (*FLOATS, *WHOLE):
             tensor = mine(rank, 11, dtype)
             dist.reduce(tensor, size - 1)
-            assert same(
-                tensor,
-                combined(operator.add, 11, dtype) if rank == size - 1 else mine(rank, 11, dtype),
-            )
+            assert same(tensor, combined(operator.add, 11, dtype) if rank == size - 1 else mine(rank, 11, dtype))
             total = combined(operator.add, 8 * size, dtype).chunk(size)[rank]
             output = torch.zeros(8).to(dtype)
             dist.reduce_scatter_tensor(output, mine(rank, 8 * size, dtype))

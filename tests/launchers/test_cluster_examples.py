@@ -79,8 +79,7 @@ def test_the_flux_script_starts_a_task_in_every_slot(tmp_path: Path) -> None:
     flux.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     flux.chmod(0o755)
     ended = finish(
-        [str(CLUSTER / "flux.sh"), "--epochs", "2"],
-        {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "python"},
+        [str(CLUSTER / "flux.sh"), "--epochs", "2"], {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "python"}
     )
     run, *options = ended.output.split()
     # flux-run(1)

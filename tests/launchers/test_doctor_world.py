@@ -135,10 +135,7 @@ def test_a_sound_world_of_two_hosts_can_train(hosts: Hosts) -> None:
         ("beta", [2], "net0"),
     ]
     assert [host["address"] for host in report["hosts"]] == [host.address() for host in hosts.network.hosts]
-    assert {(link["source"], link["target"]) for link in report["links"]} == {
-        ("alpha", "beta"),
-        ("beta", "alpha"),
-    }
+    assert {(link["source"], link["target"]) for link in report["links"]} == {("alpha", "beta"), ("beta", "alpha")}
     assert all(link["bandwidth"] > 10e6 and 0 < link["round_trip"] < 5e-3 for link in report["links"])
 
 

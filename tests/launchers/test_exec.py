@@ -59,9 +59,7 @@ def check(ended: Ended, size: int, *arguments: str) -> None:
 @pytest.mark.only_ci(where=lambda program, name: program != EXEC and name != "mpirun")
 @pytest.mark.parametrize("name", LAUNCHERS)
 @pytest.mark.parametrize(
-    ("program", "arguments"),
-    [(EXEC, ("a b", "$HOME")), ((sys.executable,), (METHOD,))],
-    ids=["dualdist exec", METHOD],
+    ("program", "arguments"), [(EXEC, ("a b", "$HOME")), ((sys.executable,), (METHOD,))], ids=["dualdist exec", METHOD]
 )
 def test_a_script_finds_all_processes_under_every_launcher(
     program: tuple[str, ...], arguments: tuple[str, ...], name: str

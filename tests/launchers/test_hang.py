@@ -39,11 +39,7 @@ hvd.barrier()
 
 @pytest.mark.parametrize("launcher", ["mpirun", "srun"])
 def test_all_ranks_show_where_they_are_when_the_launcher_is_asked(
-    launcher: str,
-    script: Script,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
+    launcher: str, script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     need_modules("mpi4py", "horovod")
     slurm: Slurm | None = request.getfixturevalue("slurm") if launcher == "srun" else None

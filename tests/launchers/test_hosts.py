@@ -11,16 +11,7 @@ from ..helpers.at_once import chosen
 from ..helpers.forks import BIN
 from ..helpers.namespace_hosts import OPEN_MPI, SUBNETS, Network, mpirun
 from ..helpers.requirements import need_modules
-from ..helpers.task_launch import (
-    PROGRAM,
-    WORKER,
-    Launches,
-    Report,
-    Start,
-    check_joined,
-    reports_of,
-    run_tasks,
-)
+from ..helpers.task_launch import PROGRAM, WORKER, Launches, Report, Start, check_joined, reports_of, run_tasks
 from ..helpers.task_worker import Task
 
 pytestmark = pytest.mark.timeout(300)  # the launches run one after the other
@@ -94,9 +85,7 @@ def launches(request: pytest.FixtureRequest, network: Network) -> Iterator[Launc
                 continue
             hosts = network.hosts[: len(commands)]
             start = Start(
-                tuple(host.command(*command) for host, command in zip(hosts, commands, strict=True)),
-                3,
-                OPEN_MPI,
+                tuple(host.command(*command) for host, command in zip(hosts, commands, strict=True)), 3, OPEN_MPI
             )
             future = pool.submit(run_tasks, start, [TASKS[launcher][name] for name in names], network)
             launches.update({(launcher, name): (future, place) for place, name in enumerate(names)})

@@ -13,16 +13,7 @@ from ..helpers.at_once import chosen
 from ..helpers.forks import BIN
 from ..helpers.requirements import need_modules, need_programs
 from ..helpers.slurm_cluster import Slurm
-from ..helpers.task_launch import (
-    PROGRAM,
-    WORKER,
-    Launches,
-    Report,
-    Start,
-    check_joined,
-    reports_of,
-    run_tasks,
-)
+from ..helpers.task_launch import PROGRAM, WORKER, Launches, Report, Start, check_joined, reports_of, run_tasks
 from ..helpers.task_worker import Task
 from ..helpers.world import MPIRUN
 
@@ -52,8 +43,7 @@ STARTS = {
     "torchrun": _start(_torchrun(2)),
     "horovodrun --gloo": _start((f"{BIN}/horovodrun", "--gloo", "-np", "2", *PROGRAM)),
     "horovodrun --mpi": _start(
-        (f"{BIN}/horovodrun", "--mpi", "-np", "2", _MPI_ARGUMENTS, *PROGRAM),
-        environment={"OMPI_MCA_btl": "tcp,self"},
+        (f"{BIN}/horovodrun", "--mpi", "-np", "2", _MPI_ARGUMENTS, *PROGRAM), environment={"OMPI_MCA_btl": "tcp,self"}
     ),
     "mpirun": _start(_mpirun(2)),
     "mpiexec of MPICH": _start(("mpiexec.hydra", "-np", "2", *PROGRAM)),
@@ -78,10 +68,7 @@ BACKENDS: Mapping[str, Task] = MappingProxyType(
 WORKS = ()
 NO_MPI = ("but is 'mpi' instead", "Start with a launcher that starts MPI (mpirun, srun --mpi=pmix)")
 OTHER_MPI = ("which mpiexec did not start", "Start with the mpirun of that library")
-NOT_ITS_MPI = (
-    "World size must be the 2",
-    "Start MPI with the mpirun of the library that the backend was built for",
-)
+NOT_ITS_MPI = ("World size must be the 2", "Start MPI with the mpirun of the library that the backend was built for")
 
 EXPECTED: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
     {

@@ -27,8 +27,7 @@ def losses_after() -> list[str]:
 
 @pytest.mark.only_ci(where=lambda script: script != "with_ddp")
 @pytest.mark.parametrize(
-    ("script", "launcher"),
-    [("with_horovod", "horovodrun"), ("with_mpi4py", "mpirun"), ("with_ddp", "torchrun")],
+    ("script", "launcher"), [("with_horovod", "horovodrun"), ("with_mpi4py", "mpirun"), ("with_ddp", "torchrun")]
 )
 def test_the_script_before_has_the_losses_of_the_script_after(script: str, launcher: str) -> None:
     # mpirun reports a failure if a process does not end the MPI of mpi4py, as a fork of one that has imported torch.

@@ -22,10 +22,7 @@ FORMS += [f"sets-{form}" for form in ("whole", "reversed", "split", "list")]
 @pytest.mark.only_all(where=lambda forms: forms[0] not in ("members-split", "sets-whole", "sets-split"))
 @pytest.mark.parametrize(
     ("backend", "forms"),
-    [
-        ("torch", FORMS),
-        *(("horovod", [form]) for form in FORMS),
-    ],  # Horovod itself joins one world in a process
+    [("torch", FORMS), *(("horovod", [form]) for form in FORMS)],  # Horovod itself joins one world in a process
     ids=lambda value: value if isinstance(value, str) else "-".join(value[:1]),
 )
 def test_the_members_of_a_communicator_form_a_world_and_communicators_are_process_sets(

@@ -31,8 +31,7 @@ os.write(1, b"all right\\n")
 
 @pytest.mark.only_all(where=lambda launcher, backend: (launcher, backend) != ("dualdist run", "horovod"))
 @pytest.mark.parametrize(
-    ("launcher", "backend"),
-    [("dualdist run", "torch"), ("dualdist run", "horovod"), ("horovodrun", "horovod")],
+    ("launcher", "backend"), [("dualdist run", "torch"), ("dualdist run", "horovod"), ("horovodrun", "horovod")]
 )
 def test_any_ranks_of_two_hosts_are_a_process_set_and_a_group_of_torch(
     launcher: str, backend: str, network: Network, script: Script

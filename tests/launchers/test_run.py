@@ -176,10 +176,7 @@ def test_a_launcher_in_the_background_reads_the_terminal_when_it_is_in_the_foreg
 @pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize(
     ("closed", "hosts_of_job"),
-    [
-        *((closed, "localhost:2") for closed in (">&-", "2>&-", "<&-", "<&- >&-", "<&- >&- 2>&-")),
-        ("<&-", "hostA:2"),
-    ],
+    [*((closed, "localhost:2") for closed in (">&-", "2>&-", "<&-", "<&- >&-", "<&- >&- 2>&-")), ("<&-", "hostA:2")],
 )
 def test_standard_files_that_are_closed_are_empty(closed: str, hosts_of_job: str) -> None:
     command = f"RUN -H {hosts_of_job} sh -c 'cat; echo out; echo err >&2' {closed}"

@@ -79,10 +79,7 @@ def test_a_horovod_script_runs_its_own_functions_as_under_horovod() -> None:
 def test_output_has_the_rank_before_each_line_and_is_written_to_files(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert hvd.run(print, ("hello",), num_proc=2, output_filename=tmp_path / "logs", verbose=True) == [
-        None,
-        None,
-    ]
+    assert hvd.run(print, ("hello",), num_proc=2, output_filename=tmp_path / "logs", verbose=True) == [None, None]
     output, errors = capfd.readouterr()
     assert sorted(output.splitlines()) == ["[1,0]<stdout>:hello", "[1,1]<stdout>:hello"]
     assert errors.count("is process") == 2

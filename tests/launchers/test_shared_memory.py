@@ -76,9 +76,7 @@ def test_a_killed_rank_is_an_error_of_the_others_and_leaves_no_memory(tmp_path: 
     kill_a_rank(tmp_path, 1 << 20, (), ())
 
 
-def test_each_start_shares_memory_if_all_ranks_can_and_has_one_connection_to_the_store(
-    script: Script,
-) -> None:
+def test_each_start_shares_memory_if_all_ranks_can_and_has_one_connection_to_the_store(script: Script) -> None:
     """It needs two exchanges for shared memory; the store is that of the launcher."""
     lines = launch("torchrun", script(STARTS)).check().splitlines()
     assert [lines.count(name) for name in ("on", "off", "off on one rank", "no memory")] == [2] * 4

@@ -40,9 +40,7 @@ def test_the_default_is_one_process_per_gpu_or_a_single_one() -> None:
     assert len(hvd.spawn(spawn_functions.describe, (1, b""))) == max(1, torch.cuda.device_count())
 
 
-def test_variables_are_set_in_the_processes_and_not_in_this_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_variables_are_set_in_the_processes_and_not_in_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     assert hvd.spawn(spawn_functions.environment, ("A",), 2, env={"A": "b c"}) == ["b c", "b c"]
     assert hvd.spawn(spawn_functions.environment, ("RANK",), 2) == ["0", "1"]
@@ -61,12 +59,7 @@ def test_the_first_exception_is_raised_here_with_the_ranks_traceback() -> None:
 @pytest.mark.parametrize(
     ("function", "args", "code", "words"),
     [
-        (
-            spawn_functions.kill_itself,
-            (1,),
-            -signal.SIGKILL,
-            "was ended by SIGKILL before its function returned",
-        ),
+        (spawn_functions.kill_itself, (1,), -signal.SIGKILL, "was ended by SIGKILL before its function returned"),
         (spawn_functions.end_with, (3, False), 3, "ended with exit code 3 before"),
         (spawn_functions.end_with, (0, True), 0, "ended with exit code 0 before"),
     ],
@@ -108,9 +101,7 @@ def test_arguments_that_cannot_be_pickled_are_an_error_before_anything_starts(tm
     assert not marker.exists()
 
 
-def test_a_function_typed_into_a_prompt_is_an_error_that_asks_for_a_module(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_function_typed_into_a_prompt_is_an_error_that_asks_for_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     monkeypatch.setattr(spawn_functions.block, "__module__", "__main__")
     with pytest.raises(ConfigurationError, match="comes from a prompt"):

@@ -19,11 +19,7 @@ from ..helpers.slurm_cluster import Slurm
 from ..helpers.world import ROOT
 
 RUN = (sys.executable, "-m", "dualdist", "run", "--start-with")
-SHOW = (
-    "sh",
-    "-c",
-    "echo $DUALDIST_RANK of $WORLD_SIZE on $(hostname); env | grep -E '^(OMPI|PMI|SLURM_STEP)' || true",
-)
+SHOW = ("sh", "-c", "echo $DUALDIST_RANK of $WORLD_SIZE on $(hostname); env | grep -E '^(OMPI|PMI|SLURM_STEP)' || true")
 JOIN = (
     sys.executable,
     "-c",
@@ -111,10 +107,7 @@ def test_pbsdsh_gets_the_number_of_the_host_and_no_secret(tmp_path: Path) -> Non
     ("arguments", "words"),
     [
         (("pbsdsh", "-H", "192.0.2.1:1"), "`PBS_NODEFILE` must be a file that names 192.0.2.1"),
-        (
-            ("mpirun", "-H", "user@192.0.2.1:1"),
-            "`-H` must name hosts without a user for `--start-with mpirun`",
-        ),
+        (("mpirun", "-H", "user@192.0.2.1:1"), "`-H` must name hosts without a user for `--start-with mpirun`"),
         (("srun", "-H", "192.0.2.1:1"), "'srun' must be installed for `--start-with srun`"),
     ],
 )

@@ -121,13 +121,7 @@ def train(
 
 
 def _step(
-    scenario: Scenario,
-    pieces: Pieces,
-    turn: int,
-    micro_batches: Sequence[Tensors],
-    shares: int,
-    rows: int,
-    scaler: Any,
+    scenario: Scenario, pieces: Pieces, turn: int, micro_batches: Sequence[Tensors], shares: int, rows: int, scaler: Any
 ) -> None:
     optimizer, network = pieces.optimizers[turn], pieces.networks[turn]
 

@@ -33,9 +33,7 @@ class Distributed(Replica):
         if setup.style == "module":
             for number, net in enumerate(self.nets):
                 self.wrapped[number] = hvd.DistributedDataParallel(
-                    net,
-                    bucket_cap_mb=setup.bucket_cap_mb,
-                    process_group=None if setup.members is None else process_set,
+                    net, bucket_cap_mb=setup.bucket_cap_mb, process_group=None if setup.members is None else process_set
                 )
                 if hook is not None:
                     self.wrapped[number].register_comm_hook(None, hook)

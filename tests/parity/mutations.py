@@ -413,10 +413,7 @@ class Drawing:
         """Set gradients beside those that backward makes, on some ranks: of parts that some or all do not use."""
         keys = [key for key in self.keys if key[2:].startswith(("unused", "some", "frozen", "scalar"))]
         if keys:
-            text, x = (
-                self.draw.choice([name for name in GRADIENTS if "rank" in name]),
-                self.draw.choice([0.5, -0.75]),
-            )
+            text, x = (self.draw.choice([name for name in GRADIENTS if "rank" in name]), self.draw.choice([0.5, -0.75]))
             act = on_gradients(GRADIENTS[text], keys, x)
             self.add(f"{text} for {', '.join(keys)} with x = {x}", text, act, ranks=self.draw_ranks(0.4))
 

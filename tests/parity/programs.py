@@ -66,9 +66,7 @@ def programs(draw: st.DrawFn, size: int) -> Program:
     kinds = WITH_JOIN if variant == "join" else KINDS
     chosen = draw(
         st.lists(
-            st.tuples(st.sampled_from(kinds), st.sampled_from([None, "x", "y", "z"]), members),
-            min_size=1,
-            max_size=7,
+            st.tuples(st.sampled_from(kinds), st.sampled_from([None, "x", "y", "z"]), members), min_size=1, max_size=7
         )
     )
     used = set()

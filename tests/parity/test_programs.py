@@ -256,11 +256,7 @@ def both(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 def check(
-    program: Program,
-    partners: Sequence[Mapping[int, Partners]],
-    results: Sequence[Mapping[int, Any]],
-    *,
-    raises: bool,
+    program: Program, partners: Sequence[Mapping[int, Partners]], results: Sequence[Mapping[int, Any]], *, raises: bool
 ) -> None:
     """Compare what each rank got with the simulation. raises: whether the ops without partners raise."""
     for rank, own in enumerate(results):

@@ -75,10 +75,7 @@ def test_the_error_names_an_unsupported_option(flag: str, capsys: pytest.Capture
         (["--fusion-threshold-mb", "32"], {"HOROVOD_FUSION_THRESHOLD": "33554432"}),
         (["--cycle-time-ms", "2.5"], {"HOROVOD_CYCLE_TIME": "2.5"}),
         (["--no-hierarchical-allreduce"], {"HOROVOD_HIERARCHICAL_ALLREDUCE": "0"}),
-        (
-            ["--autotune", "--autotune-log-file", "a b"],
-            {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "a b"},
-        ),
+        (["--autotune", "--autotune-log-file", "a b"], {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "a b"}),
         (["--log-level", "DEBUG"], {"HOROVOD_LOG_LEVEL": "DEBUG"}),
         (
             ["--timeline-filename", "t.json", "--timeline-mark-cycles"],
@@ -122,10 +119,7 @@ def test_the_error_names_the_option_with_a_value_out_of_range(row: Tuning, capsy
         (["-np", "1", "--output", "/dev/null", "true"], "--output"),
         (["-np", "1", "--env", "NO_SUCH_VARIABLE", "true"], "NO_SUCH_VARIABLE"),
         (["-np", "1", "--start-timeout", "0", "true"], "--start-timeout"),
-        (
-            ["-np", "1", "--timeline-mark-cycles", "--no-timeline-mark-cycles", "true"],
-            "cannot be given together",
-        ),
+        (["-np", "1", "--timeline-mark-cycles", "--no-timeline-mark-cycles", "true"], "cannot be given together"),
         (["-np", "99999999999", "true"], "99999999999"),
         (["-H", "localhost:1,127.0.0.1:1", "true"], "localhost and 127.0.0.1 are all this one"),
         (["-H", f"{'x' * 300}:1", "true"], "x" * 300),

@@ -8,13 +8,7 @@ import pytest
 
 from dualdist.compat import __main__ as command_line
 from dualdist.compat import export_launch
-from dualdist.compat.common import (
-    HorovodBasics,
-    _cache,
-    is_version_greater_equal_than,
-    num_rank_is_power_2,
-    split_list,
-)
+from dualdist.compat.common import HorovodBasics, _cache, is_version_greater_equal_than, num_rank_is_power_2, split_list
 from dualdist.compat.data import AsyncDataLoaderMixin, BaseDataLoader
 from dualdist.copies import add_copies, names_of_copies
 from dualdist.core.launch import detect

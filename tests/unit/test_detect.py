@@ -99,13 +99,7 @@ def test_the_launcher_nearest_to_the_process_wins(inner: str, outer: str) -> Non
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [
-        ("mpirun", "env"),
-        ("srun", "env"),
-        ("horovodrun", "env"),
-        ("torchrun", "horovodrun"),
-        ("mpirun", "mpiexec"),
-    ],
+    [("mpirun", "env"), ("srun", "env"), ("horovodrun", "env"), ("torchrun", "horovodrun"), ("mpirun", "mpiexec")],
 )
 def test_the_error_names_both_launchers_that_disagree(one: str, other: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -130,9 +124,7 @@ def test_a_world_size_that_a_batch_script_exports_is_ignored_under_srun() -> Non
 
 
 @pytest.mark.parametrize("batch_script", [{}, {"SLURM_PROCID": "0"}])
-def test_plain_python_is_a_world_of_one_that_ignores_the_tasks_of_an_allocation(
-    batch_script: dict[str, str],
-) -> None:
+def test_plain_python_is_a_world_of_one_that_ignores_the_tasks_of_an_allocation(batch_script: dict[str, str]) -> None:
     launch = detect({"PATH": "/bin", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", **batch_script})
     assert (launch.launcher, launch.rank, launch.size) == ("python", 0, 1)
     assert (launch.local_rank, launch.local_size, launch.init_method) == (None, None, None)

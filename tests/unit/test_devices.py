@@ -28,10 +28,7 @@ FOUR = ("0", "1", "2", "3")
         # The launcher gives each process one device (Slurm's --gpus-per-task, MIG slices).
         ([view("a", 0, "MIG-x"), view("a", 1, "MIG-y")], [0, 0]),
         # Two agents on a host, with devices of their own.
-        (
-            [view("a", 0, "0", "1"), view("a", 1, "0", "1"), view("a", 0, "2", "3"), view("a", 1, "2", "3")],
-            [0, 1] * 2,
-        ),
+        ([view("a", 0, "0", "1"), view("a", 1, "0", "1"), view("a", 0, "2", "3"), view("a", 1, "2", "3")], [0, 1] * 2),
         # Two agents on a host that see the same devices.
         ([view("a", 0, *FOUR), view("a", 1, *FOUR), view("a", 0, *FOUR), view("a", 1, *FOUR)], [0, 1, 2, 3]),
         # Local rank 0 on every process, as Spark's TorchDistributor sets it.

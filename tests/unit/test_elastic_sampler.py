@@ -11,12 +11,7 @@ from dualdist.elastic import ElasticSampler
 
 
 def shards(
-    monkeypatch: pytest.MonkeyPatch,
-    length: int,
-    size: int,
-    processed: int = 0,
-    epoch: int = 0,
-    shuffle: bool = False,
+    monkeypatch: pytest.MonkeyPatch, length: int, size: int, processed: int = 0, epoch: int = 0, shuffle: bool = False
 ) -> list[list[int]]:
     """Return the indices of every rank."""
     monkeypatch.setattr(samplers, "size", lambda: size)

@@ -80,9 +80,7 @@ def test_only_the_device_part_of_a_process_group_is_aborted_and_only_once(bound:
     assert bound == [CUDA]
 
 
-def test_a_group_is_aborted_where_the_interpreter_ends_and_starts_no_threads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_group_is_aborted_where_the_interpreter_ends_and_starts_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_groups, "in_thread", mock.Mock(side_effect=RuntimeError("at shutdown")))
     group, process_group = device_group("cpu", "cuda")
     group.abort()
@@ -118,9 +116,7 @@ def test_a_group_whose_abort_does_not_end_is_left_alone(
 
 
 @pytest.mark.usefixtures("destroyed")
-def test_no_collective_and_no_other_abort_reaches_a_group_during_its_abort(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_collective_and_no_other_abort_reaches_a_group_during_its_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.15's class for NCCL would use a communicator that is being freed."""
     (group, process_group), other, ends = device_group(), mock.Mock(), threading.Event()
     process_group._get_backend().abort.side_effect = lambda: ends.wait(20)
@@ -173,9 +169,7 @@ def test_a_joined_rank_contributes_from_its_own_device(
     passed: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        sys.modules[_device_of.__module__],
-        "current",
-        lambda: mock.Mock(device=CUDA, join_device_index=passed),
+        sys.modules[_device_of.__module__], "current", lambda: mock.Mock(device=CUDA, join_device_index=passed)
     )
     assert _device_of("cuda") == torch.device("cuda", expected)
     assert _device_of("cpu") == torch.device("cpu")

@@ -35,18 +35,8 @@ BETWEEN_OTHERS = {
     "checkpoint": {"rooted_collectives"},  # the states of all ranks are gathered on the writer
     "cli": {"doctor", "exec", "horovod", "migrate", "observation", "parity", "processes"},  # its commands
     "comm_hooks": {"devices"},  # hooks run on streams of their own
-    "compat": {
-        "copies",
-        "elastic",
-        "horovod",
-        "sync_batch_norm",
-    },  # Horovod's names, also while it is installed
-    "doctor": {
-        "devices",
-        "exec",
-        "mpi",
-        "processes",
-    },  # --world starts MPI, and shows the NUMA nodes of devices
+    "compat": {"copies", "elastic", "horovod", "sync_batch_norm"},  # Horovod's names, also while it is installed
+    "doctor": {"devices", "exec", "mpi", "processes"},  # --world starts MPI, and shows the NUMA nodes of devices
     "elastic": {"checkpoint", "samplers"},
     "exec": {"compat", "copies", "slurm"},  # the option --compat, the form of lists of cores
     "horovod": {"copies", "mpi"},  # on the transport mpi, ranks meet and end as MPI's launcher expects it
@@ -182,16 +172,7 @@ def test_a_module_imports_from_its_room_and_those_below() -> None:
                 assert is_core(other) and height(name) >= height(other), f"{name} imports {other}"
             elif not is_core(other) and room_of(other) != room:
                 between_others.setdefault(room, set()).add(room_of(other))
-        if room not in (
-            "core.backends",
-            "devices",
-            "horovod",
-            "mpi",
-            "sharding",
-            "exec",
-            "torch_ddp",
-            "built",
-        ):
+        if room not in ("core.backends", "devices", "horovod", "mpi", "sharding", "exec", "torch_ddp", "built"):
             assert not starts(outside, "horovod") and not starts(outside, "torch.distributed"), name
         if room in WITHOUT_TORCH:
             assert not starts(outside, "torch"), name

@@ -264,10 +264,7 @@ def test_a_rank_that_ends_while_nccl_connects_is_named(monkeypatch: pytest.Monke
 
     with gathered() as meetings, ThreadPoolExecutor(1) as pool:
         backend = SimpleNamespace(
-            _meeting=meetings[0],
-            device=device,
-            transport="nccl",
-            _settings=Settings(start_timeout_seconds=SECONDS),
+            _meeting=meetings[0], device=device, transport="nccl", _settings=Settings(start_timeout_seconds=SECONDS)
         )
         start: Any = TorchBackend.start_step
         step = pool.submit(start, backend, connect)
@@ -438,9 +435,7 @@ class FakeRequest:
         return are_complete
 
 
-def test_mpi_ends_as_usual_after_messages_that_the_last_poll_has_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mpi_ends_as_usual_after_messages_that_the_last_poll_has_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons: list[object] = []
     monkeypatch.setattr(mpi, "never_finalize", reasons.append)
     monkeypatch.setattr(mpi, "library", lambda: SimpleNamespace(Request=FakeRequest, BYTE=None))

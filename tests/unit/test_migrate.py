@@ -107,10 +107,7 @@ def refused(file: Path, reason: str, capsys: pytest.CaptureFixture[str], *others
             "import horovod.torch as h\nh.elastic.sampler.ElasticSampler(d)",
             "import dualdist as h\nh.elastic.ElasticSampler(d)",
         ),
-        (
-            "def f():\n\tif 1:\n\t\timport horovod.torch as hvd",
-            "def f():\n\tif 1:\n\t\timport dualdist as hvd",
-        ),
+        ("def f():\n\tif 1:\n\t\timport horovod.torch as hvd", "def f():\n\tif 1:\n\t\timport dualdist as hvd"),
         (
             "try:\n  import horovod.torch as h\nexcept ImportError:\n  h = None\nh.mpi_ops.size",
             "try:\n  import dualdist as h\nexcept ImportError:\n  h = None\nh.size",
@@ -236,8 +233,7 @@ def notebook(cells: dict[str, str], lines: bool = True, **options: Any) -> bytes
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"indent": 1, "ensure_ascii": False}, {"indent": "\t", "lines": False}, {}, {"separators": (",", ":")}],
+    "options", [{"indent": 1, "ensure_ascii": False}, {"indent": "\t", "lines": False}, {}, {"separators": (",", ":")}]
 )
 def test_only_code_cells_of_a_notebook_are_changed(
     options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -336,21 +332,9 @@ def test_it_needs_no_torch_and_runs_nothing(tmp_path: Path) -> None:
         (DDP.replace('"gloo"', "*given"), 4, "dualdist exec"),
         (DDP.replace('"gloo"', '\n  # why\n  "gloo"'), 4, "dualdist exec"),
         (DDP + "torch.multiprocessing.spawn(f, join=False)", 6, "hvd.spawn"),
-        (
-            DDP.replace("dist.init", "if dist.is_initialized() == 0: dist.init").replace('o"', 'o", rank=r'),
-            4,
-            "exec",
-        ),
-        (
-            DDP.replace('"gloo"', "rank=r, world_size=2").replace("dist.i", "def f(): dist.i") + "m = f",
-            4,
-            "exec",
-        ),
-        (
-            "import dualdist\nfrom apex.parallel import DistributedDataParallel as D\nD(m)",
-            3,
-            "hvd.Distributed",
-        ),
+        (DDP.replace("dist.init", "if dist.is_initialized() == 0: dist.init").replace('o"', 'o", rank=r'), 4, "exec"),
+        (DDP.replace('"gloo"', "rank=r, world_size=2").replace("dist.i", "def f(): dist.i") + "m = f", 4, "exec"),
+        ("import dualdist\nfrom apex.parallel import DistributedDataParallel as D\nD(m)", 3, "hvd.Distributed"),
         ("import dualdist\nparser.add_argument('--local_rank', default=-1)", 2, "use hvd.local_rank()"),
         ("import dualdist as hvd\n" + DDP.replace('"gloo"', "store=store"), 5, "dualdist exec"),
     ],
@@ -437,9 +421,7 @@ def test_arguments_that_are_replaced_need_no_change_by_hand(findings: Findings) 
     assert "by hand" not in [kind for _, kind, _ in findings(text)]
 
 
-def test_the_import_is_added_below_what_must_be_first_and_by_another_name_where_hvd_is_taken(
-    tmp_path: Path,
-) -> None:
+def test_the_import_is_added_below_what_must_be_first_and_by_another_name_where_hvd_is_taken(tmp_path: Path) -> None:
     text = '#!/usr/bin/python\n"""Why."""\nfrom __future__ import annotations\nhvd = 1\ndef f():\n'
     text += "  import torch.distributed as d\n  d.init_process_group()\n"
     expected = text.replace("hvd = 1", "import dualdist\nhvd = 1").replace("d.init_process_group()", "dualdist.init()")

@@ -28,11 +28,7 @@ def test_state_is_placed_as_in_torch_but_keeps_its_dtype(
     options: dict[str, Any], keeps_cpu: bool, places: list[str]
 ) -> None:
     optimizer = on_meta(**options)
-    state = {
-        "step": torch.tensor(1),
-        "average": torch.ones(2).double(),
-        "nested": [torch.ones(2, dtype=torch.bool)],
-    }
+    state = {"step": torch.tensor(1), "average": torch.ones(2).double(), "nested": [torch.ones(2, dtype=torch.bool)]}
     loading = {**optimizer.state_dict(), "state": {0: state, "global": {"scale": torch.ones(1).half()}}}
     load_optimizer_state(optimizer, loading, keeps_cpu=keeps_cpu)
     loaded = optimizer.state[optimizer.param_groups[0]["params"][0]]

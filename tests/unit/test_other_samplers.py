@@ -12,14 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from dualdist.samplers import DistributedSampler, DistributedSamplerWrapper, split_by_rank

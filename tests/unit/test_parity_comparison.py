@@ -213,13 +213,7 @@ FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
     ),
     # As of Adam, of which a step with gradients of zero changes the state alone.
     "early state": (all_of(putting(0, STATE, W9), adding(-1, EARLY, values(1))), 0, 0, STATE, "early-step"),
-    "seed of the model": (
-        all_of(putting(-1, WEIGHTS, W9), adding(-1, EARLY, W9)),
-        -1,
-        0,
-        WEIGHTS,
-        "initial-values",
-    ),
+    "seed of the model": (all_of(putting(-1, WEIGHTS, W9), adding(-1, EARLY, W9)), -1, 0, WEIGHTS, "initial-values"),
     "shape": (putting(-1, WEIGHTS, fingerprint(torch.ones(3))), -1, 0, WEIGHTS, "parameters"),
     "parameters": (putting(-1, WEIGHTS, W9, 1), -1, 1, WEIGHTS, "no-broadcast"),
     "SyncBatchNorm": (
@@ -231,10 +225,7 @@ FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
         *(0, 0, NEW_BUFFERS, "layer"),
     ),
     "dropout": (other_generators, 2, 1, OUTPUT, "random-numbers"),
-    "seed of the sampler": (
-        all_of(reads(0, 17, 100), reads(1, 27, 0)),
-        *(0, 0, BATCH, "data-order"),
-    ),
+    "seed of the sampler": (all_of(reads(0, 17, 100), reads(1, 27, 0)), *(0, 0, BATCH, "data-order")),
     "augmentation": (all_of(reads(0, 17, 0), every(SAMPLES, lambda *_: ["x"])), 0, 0, BATCH, "other-data"),
     "other ranks": (
         all_of(putting(0, BATCH, W9, 1), *(putting(0, SAMPLES, sampled(0, 0, 1 - rank), rank) for rank in (0, 1))),
@@ -263,10 +254,7 @@ FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
         *(0, 0, LOSS, "operations"),
     ),
     "temperature": (
-        all_of(
-            every(OPERATIONS, lambda *_: [["Div", {"other": 3.0}], ["", {}], ["Relu", {}]]),
-            putting(0, LOSS, 7.0),
-        ),
+        all_of(every(OPERATIONS, lambda *_: [["Div", {"other": 3.0}], ["", {}], ["Relu", {}]]), putting(0, LOSS, 7.0)),
         *(0, 0, LOSS, "operation"),
     ),
     "accumulation": (scaled(2.0), 0, 0, LOSS, "scale: number of passes"),

@@ -10,12 +10,7 @@ import torch
 
 from dualdist.core.agreement.connections import payload_capacity
 from dualdist.core.backends.base import Group, Work
-from dualdist.core.collectives.reduction import (
-    Reduction,
-    payload_of,
-    reduce_payloads,
-    reduce_tensors,
-)
+from dualdist.core.collectives.reduction import Reduction, payload_of, reduce_payloads, reduce_tensors
 from dualdist.core.types import Average, Sum
 
 from .test_movement import Done

@@ -20,8 +20,7 @@ def test_seconds_are_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["DUALDIST_STALL_WARN_SECONDS", "DUALDIST_STALL_TIMEOUT_SECONDS", "DUALDIST_START_TIMEOUT_SECONDS"],
+    "name", ["DUALDIST_STALL_WARN_SECONDS", "DUALDIST_STALL_TIMEOUT_SECONDS", "DUALDIST_START_TIMEOUT_SECONDS"]
 )
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "", "nan"])
 def test_what_is_not_a_positive_number_of_seconds_is_an_error(name: str, value: str) -> None:

@@ -147,9 +147,7 @@ def test_a_rank_that_gave_up_and_left_is_not_missing(ranks: Sequence[Rank]) -> N
         guard.run(channel, LOSS, mock.Mock(side_effect=StallError("its own timeout")))
 
 
-def test_a_rank_that_waits_for_another_call_is_missing_unless_it_has_made_both(
-    ranks: Sequence[Rank],
-) -> None:
+def test_a_rank_that_waits_for_another_call_is_missing_unless_it_has_made_both(ranks: Sequence[Rank]) -> None:
     ranks[2].pending.append(LOSS)
     for rank, call in zip(ranks, [LOSS, BARRIER, BARRIER, LOSS, LOSS], strict=True):
         rank.world.begun(call)
@@ -161,9 +159,7 @@ def test_a_rank_that_waits_for_another_call_is_missing_unless_it_has_made_both(
     ]
 
 
-def test_a_rank_that_waits_in_an_earlier_call_is_not_missing_if_another_one_has_died(
-    ranks: Sequence[Rank],
-) -> None:
+def test_a_rank_that_waits_in_an_earlier_call_is_not_missing_if_another_one_has_died(ranks: Sequence[Rank]) -> None:
     channel = begin(ranks[:4])
     channel.ended()
     channel.begun(BARRIER)

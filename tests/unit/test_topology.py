@@ -22,10 +22,7 @@ CASES: dict[str, tuple[list[Place], list[tuple[int, int, int, int]]]] = {
         [("a", 0), ("b", 0), ("a", 1), ("b", 1)],
         [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)],
     ),
-    "local ranks unknown": (
-        [("a", None), ("a", None), ("b", None)],
-        [(0, 2, 0, 2), (1, 2, 0, 1), (0, 1, 1, 2)],
-    ),
+    "local ranks unknown": ([("a", None), ("a", None), ("b", None)], [(0, 2, 0, 2), (1, 2, 0, 1), (0, 1, 1, 2)]),
     "two agents on one host": ([("a", 0), ("a", 1), ("a", 0)], [(0, 2, 0, 2), (1, 2, 0, 1), (0, 1, 1, 2)]),
     "local ranks not in the order of ranks": ([("a", 1), ("a", 0)], [(1, 2, 0, 1), (0, 2, 0, 1)]),
 }

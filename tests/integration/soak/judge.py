@@ -16,13 +16,7 @@ from .world import Outcome
 SOON, LATE = 6.0, 35.0
 """Seconds until all ranks have noticed a death, and until they have given up one that does not answer."""
 HOROVODS = ("gloo::IoException", "gloo::EnforceNotMet", "HTTP request failed")
-OWN = {
-    "wrong arguments": 30.0,
-    "damaged checkpoint": 60.0,
-    "hostile connections": 60.0,
-    "fork": 30.0,
-    SLOW: 60.0,
-}
+OWN = {"wrong arguments": 30.0, "damaged checkpoint": 60.0, "hostile connections": 60.0, "fork": 30.0, SLOW: 60.0}
 TRAINED = (*OWN, "full disk", "threads", "none")
 """Faults that no rank may notice in its training."""
 

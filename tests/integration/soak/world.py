@@ -69,10 +69,7 @@ def run_world(fault: Fault, folder: Path, seconds: float) -> Outcome:
     temporary.mkdir(exist_ok=True)
     shared_memory = set(os.listdir("/dev/shm"))
     mark = secrets.token_hex(8)
-    with (
-        Listener(str(folder / "reports"), "AF_UNIX", backlog=16) as listener,
-        open(folder / "output", "wb") as output,
-    ):
+    with Listener(str(folder / "reports"), "AF_UNIX", backlog=16) as listener, open(folder / "output", "wb") as output:
         processes = [
             subprocess.Popen(
                 command,
