@@ -34,7 +34,7 @@ class TorchOp(Protocol):
 
 
 Op = int | TorchOp
-"""What users pass as `op`: a constant of Horovod or of torch. checks.py converts it."""
+"""What users pass as `op`: a constant of Horovod or of torch. `reduce_op` in collectives/reduction.py converts it."""
 
 
 @dataclass(frozen=True)

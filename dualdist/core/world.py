@@ -62,7 +62,7 @@ class Context:
         self.channels: dict[int, Channel] = {}
         """The channel of each process set, by its ID."""
         self.process_sets: dict[int, Any] = {}
-        """The registered ProcessSet objects, by their ID. See process_sets.py."""
+        """The registered ProcessSet objects, by their ID."""
         # These three are known when all ranks have reported where they run, before `init` returns.
         self.world: World
         self.device = torch.device("cpu")

@@ -106,7 +106,7 @@ def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def process_variables(launcher: str, world: World, rendezvous: str, secret: bytes) -> dict[str, str]:
-    """Return the variables that give one process its place in the job. detect.py and meeting/ read them."""
+    """Return the variables that give one process its place in the job. core/launch/ and core/meeting/ read them."""
     numbers = {f"DUALDIST_{name.upper()}": str(getattr(world, name)) for name in NUMBERS}
     return {"DUALDIST_LAUNCHER": launcher, **numbers, RENDEZVOUS: rendezvous, SECRET: secret.hex()}
 

@@ -125,6 +125,21 @@ FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction
 DOCSTRINGS = {name: inspect.getdoc(function) or "" for name, function in FUNCTIONS.items()}
 
 
+def test_names_said_to_be_in_a_file_are_defined_there() -> None:
+    found = [named for page in PAGES for named in re.findall(r"`([\w.]+)` in\s+`([\w/]+\.py)`", page.read_text())]
+    assert len(found) > 30
+    wrong = []
+    for name, path in found:
+        files = [file for file in (ROOT / path, PACKAGE / path, PACKAGE / "core" / path) if file.exists()]
+        last = re.escape(name.rpartition(".")[2])
+        is_there = rf"(?m)\b(def|class) {last}\b|^\s*(self\.)?{last}\b[^\n]*=|\b{last}: "  # or a parameter
+        if not path.startswith(("tests/", "torch/")) and not any(
+            re.search(is_there, file.read_text()) for file in files
+        ):
+            wrong.append((name, path))
+    assert wrong == []
+
+
 def test_each_public_name_has_one_entry_in_the_reference() -> None:
     assert len(PUBLIC) > 130
     assert {name: ENTRIES.count(name) for name in PUBLIC if ENTRIES.count(name) != 1} == {}
