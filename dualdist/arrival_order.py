@@ -14,14 +14,15 @@ from torch._C import _current_graph_task_id
 
 from .core.compiling import not_compiled
 from .core.gradients import arrivals
-from .core.gradients import buckets as core_buckets
-from .core.gradients.buckets import Bucket, Layout
+from .core.gradients import layout as core_layout
+from .core.gradients.buckets import Bucket
+from .core.gradients.layout import Layout
 
 _MOVE_BYTES = 1 << 20
 """How much may wait on a CPU until it is moved to the buckets, see Reducer.mark_ready."""
 
 
-class ArrivalOrder(core_buckets.ArrivalOrder):
+class ArrivalOrder(core_layout.ArrivalOrder):
     """Also remembers the order of a complete backward, and when to move gradients to their buckets."""
 
     stops: Sequence[int] = ()

@@ -9,8 +9,8 @@ One pass writes the file, which appears under its name only when it is complete.
 and every zip program read it without dualdist. The checksum finds any flipped bit. It protects against accidents;
 weights_only protects against malice, because no code in a file is ever run.
 
-torch.distributed.checkpoint is used for sharded models alone (sharding/checkpoints.py), for three reasons: it needs a file system
-that all ranks share; its metadata are a pickle; it has no checksum.
+torch.distributed.checkpoint is used for sharded models alone (sharding/checkpoints.py), for three reasons: it needs a
+file system that all ranks share; its metadata are a pickle; it has no checksum.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """init and shutdown: joining a world, comparing it with what was launched, and leaving it; and what scripts ask of it.
 
-These are Horovod's six numbers of this process, and the names of its backend, transport and launcher.
+Scripts ask for Horovod's six numbers of this process, and the names of its backend, transport and launcher.
 """
 
 from __future__ import annotations

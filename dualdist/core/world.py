@@ -99,8 +99,15 @@ class Context:
     def open_channel(self, set_id: int, ranks: Sequence[int], *, among_members: bool) -> None:
         """Open the channel of a process set. Collective over the world, or over `ranks` alone if `among_members`."""
         backend, name, seconds = self.backend, f"set {set_id}", self.settings.start_timeout_seconds
-        timeouts = self.settings.stall_timeout_seconds, seconds  # all ranks have just met
-        connections = Connections(backend.listener, name, ranks, backend.rank, *timeouts, backend.check_start)
+        connections = Connections(
+            backend.listener,
+            name,
+            ranks,
+            backend.rank,
+            timeout=self.settings.stall_timeout_seconds,
+            connect_timeout=seconds,  # all ranks have just met
+            check=backend.check_start,
+        )
         try:
             exchange = functools.partial(connections.allgather_messages, seconds=seconds)
             data, gradients = backend.new_groups(ranks, 2, exchange, among_members)

@@ -22,9 +22,8 @@ from types import MappingProxyType
 from ..copies import COPIES, OF_LAUNCHER, add_copies, agent_variables, torchrun_variables
 from ..core import extension, needed
 from ..core.checks import wrong
-from ..core.launch import DUALDIST_RUN, SECRET, secret_in, topology, without_copies
+from ..core.launch import DUALDIST_RUN, RENDEZVOUS, SECRET, topology, without_copies
 from ..core.launch.launchers import LAUNCHERS, NUMBERS
-from ..core.meeting import KnownBoard, ServerAddress
 from ..core.meeting.links import INTERFACE, LOOPBACK, interface_of
 from ..core.meeting.server import MeetingServer, reserved_port
 from ..core.types import World
@@ -91,9 +90,6 @@ def read_start_timeout(given: str | None, env: Mapping[str, str]) -> float:
 
 # The environment of the processes: what they get from this one, and their place in the job.
 
-RENDEZVOUS = "DUALDIST_RENDEZVOUS"
-"""The variable with the address of the launcher's server."""
-
 
 def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables that launchers have set for this process."""
@@ -109,29 +105,6 @@ def process_variables(launcher: str, world: World, rendezvous: str, secret: byte
     """Return the variables that give one process its place in the job. core/launch/ and core/meeting/ read them."""
     numbers = {f"DUALDIST_{name.upper()}": str(getattr(world, name)) for name in NUMBERS}
     return {"DUALDIST_LAUNCHER": launcher, **numbers, RENDEZVOUS: rendezvous, SECRET: secret.hex()}
-
-
-class LaunchersBoard(KnownBoard):
-    """The server of `dualdist run` and `spawn`."""
-
-    is_launchers = True
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        address = env[RENDEZVOUS]
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise ConfigurationError(
-                f"`{RENDEZVOUS}` must be 'host:port', but is {address!r} instead. The launcher sets it; look at what "
-                "overwrites it."
-            )
-        super().__init__(
-            ServerAddress([host], [int(port)], secret_in(env)),
-            f"{RENDEZVOUS}={address}",
-            "Check that the launcher still runs, and that no firewall is between the hosts.",
-        )
-
-    def serve(self, size: int) -> None:
-        return None
 
 
 def copied_variables(*groups: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:

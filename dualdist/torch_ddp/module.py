@@ -129,7 +129,7 @@ class DistributedDataParallel(SynchronizedModule):
             copies_first, copies = checked_buffers(broadcast_buffers, forward_sync_buffers)
             init_sync = flag("init_sync", init_sync)
             if bucket_cap_mb is not None:
-                number("bucket_cap_mb", bucket_cap_mb, above=0, fix="Pass None for 25.")
+                number("bucket_cap_mb", bucket_cap_mb, above=0, fix="Pass None for the usual sizes.")
             caps = checked_caps(bucket_cap_mb_list)
         super().__init__(
             module,

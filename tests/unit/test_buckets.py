@@ -51,6 +51,11 @@ def test_the_first_bucket_is_small_and_the_others_large(device: str, size: int) 
     assert [index for bucket in members(tensors) for index in bucket] == list(range(len(tensors)))[::-1]
 
 
+def test_a_size_of_less_than_a_byte_gives_each_parameter_its_own_bucket() -> None:
+    buckets = lay_out(params((1,), (2,), (3,)), set(), None, cap_mb=1e-9, as_ddp=True)
+    assert [len(bucket.slots) for bucket in buckets] == [1, 1, 1]
+
+
 def test_a_large_last_bucket_is_split() -> None:
     numel = LAST_BUCKET_BYTES // 4 // 4  # a quarter
     tensors = params(*[(numel,)] * 30)  # 1 MB in the first bucket, 6.5 MB after it

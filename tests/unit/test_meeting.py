@@ -29,9 +29,8 @@ from dualdist.core.types import Launch, Settings
 from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
 from dualdist.exec import pmi
 from dualdist.horovod.http_store import HttpBoard, HttpStore
-from dualdist.local_boards import FileBoard, HostBoard
+from dualdist.local_boards import FileBoard, HostBoard, LaunchersBoard
 from dualdist.mpi import meeting as mpi
-from dualdist.processes.job import LaunchersBoard
 
 from ..helpers.ports import free_ports
 from ..helpers.requirements import need_programs, need_root

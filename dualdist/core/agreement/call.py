@@ -97,9 +97,9 @@ class Kind:
     """Its name on the timeline, as Horovod writes it (horovod/common/timeline.cc)."""
     data: Data = Data.AFTER
     stand_in: Callable[[Call, Group, Any], None] | None = None
-    """What a rank that has called `join` runs while the others run a call, with the Verdict on which they have agreed
-    (connections.py): a function of a module, since calls are pickled. None: such a rank cannot take part, so that the call
-    raises HorovodInternalError on the others."""
+    """What a rank that has called `join` runs while the others run a call, with the Verdict on which they agreed. A
+    function of a module, since calls are pickled. None: such a rank cannot take part, so that the call raises
+    HorovodInternalError on the others."""
     in_step: bool = False
     """Whether training steps make it, always synchronously. Calls that run ahead of a device are predicted from the
     last step, until members make different calls of such a kind (dualdist/devices/ahead.py)."""
@@ -128,8 +128,8 @@ class Call:
     """Small data sent in the same message as the agreement: of all members, or of the root of a broadcast.
 
     If the kind has `Data.AFTER`, it is all data of the call: nothing is sent after the agreement. Which members send
-    some follows from `arguments`, and so does its length. `payload_capacity` in connections.py limits it. Of other kinds,
-    any member may send some, of any length; none is received if the members exchange all their pending calls.
+    some follows from `arguments`, and so does its length, which `payload_capacity` limits. Of other kinds, any member
+    may send some, of any length; none is received if the members exchange all their pending calls.
     """
 
     @property

@@ -57,7 +57,11 @@ class Request(Generic[T]):
     """
 
     def __init__(self, state: int, call: Call, execute: Execute[T] | None = None, error: str = "") -> None:
-        """execute: None for a call that only takes part in the agreements. error: for FAILED: what this rank raised."""
+        """Make the request.
+
+        state: ACTIVE, JOINED or FAILED, see connections.py. execute: None for a call that only takes part in the
+        agreements. error: for FAILED: what this rank raised.
+        """
         self.state, self.call, self.execute = state, call, execute
         self.issued = time.time_ns()
         self.record = Record(call, self.issued)
@@ -397,7 +401,7 @@ class Channel:
                 self._drain(found, requests)
                 return requests, found
             self._wait_for_news(standing, deadline)
-            self._connections.allgather_messages(b"")  # ends `wait_for_peers` on all members
+            self._connections.alert()
 
     def _standing(self) -> tuple[list[Request[Any]], Standing]:
         """Return this rank's pending requests, and what it reports about them to the other members."""

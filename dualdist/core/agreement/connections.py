@@ -135,6 +135,24 @@ class Connections(Links):
             raise _lost(error) from error
         return messages[self.size - self.rank :] + messages[: self.size - self.rank]
 
+    def alert(self) -> None:
+        """End `wait_for_peers` on all members, and return when all have called this. Collective over the members.
+
+        Each sends to all of its peers at once: in `allgather_messages`, a round waits for the one before it.
+        Raises as `allgather_messages` does.
+        """
+        deadline = self.deadline()
+        try:
+            for _, target, _ in self._rounds:
+                unsent = memoryview(framed([b""]))
+                while unsent := unsent[target.send(unsent) :]:
+                    _wait(target.socket, None, deadline)
+            for _, _, source in self._rounds:
+                while not source.take(1):
+                    source.wait(deadline)
+        except (OSError, ValueError) as error:
+            raise _lost(error) from error
+
     def wait_for_peers(self, signal: socket.socket, seconds: float) -> bool:
         """Wait until a peer has sent something, `signal` is readable, or for `seconds`. Return whether a peer has."""
         if any(peer._unread for peer in self._peers.values()):
@@ -230,7 +248,7 @@ class _Peer:
 
     def wait(self, deadline: float) -> None:
         """Wait until the peer has sent something or has left. Raises StallError at the deadline."""
-        _poll(self._poll, deadline)
+        _poll_until(deadline, self._poll)
 
 
 def _lost(error: OSError | ValueError) -> HorovodInternalError:
@@ -243,10 +261,10 @@ def _wait(writable: socket.socket, readable: socket.socket | None, deadline: flo
     if readable is not None:
         poll.register(readable, select.POLLIN)
     poll.register(writable, select.POLLOUT | (select.POLLIN if writable is readable else 0))
-    _poll(poll, deadline)
+    _poll_until(deadline, poll)
 
 
-def _poll(poll: select.poll, deadline: float) -> None:
+def _poll_until(deadline: float, poll: select.poll) -> None:
     if not poll.poll(min(_LONGEST_POLL, 1e3 * max(1e-3, deadline - time.monotonic()))):
         raise StallError("A rank sent nothing in time.")
 

@@ -14,7 +14,7 @@ member computes the same from that:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -176,7 +176,8 @@ def _failures(standings: Sequence[Standing], ranks: Sequence[int]) -> list[Outco
     """Return an outcome for each failed call, with the entries of the members that made a call from its line."""
     by_line: dict[Any, dict[int, int]] = defaultdict(dict)
     for place, standing in enumerate(standings):
-        for line, index in _numbered(dict(enumerate(standing.entries)), "site", (ACTIVE, FAILED)).items():
+        entries = dict(enumerate(standing.entries))
+        for line, index in _numbered(entries, lambda call: call.site, (ACTIVE, FAILED)).items():
             by_line[line][place] = index
     outcomes = []
     for found in by_line.values():
@@ -218,7 +219,7 @@ def _without_partners(failures: Sequence[Outcome], standings: Sequence[Standing]
 
 def _match_calls(pending: Sequence[EntriesByIndex], active: Sequence[int], ranks: Sequence[int]) -> Iterable[Outcome]:
     """Yield an outcome for each call that all active members have made, in the order of the first of them."""
-    keyed = [_numbered(own, "key") for own in pending]
+    keyed = [_numbered(own, lambda call: call.key) for own in pending]
     candidates = keyed[active[0]] if active else {key: 0 for own in keyed for key in own}
     for key in candidates:
         if all(key in keyed[place] for place in active):
@@ -227,13 +228,15 @@ def _match_calls(pending: Sequence[EntriesByIndex], active: Sequence[int], ranks
             yield Outcome(_judge(calls, ranks), tuple(found.get(place) for place in range(len(ranks))))
 
 
-def _numbered(own: EntriesByIndex, kind: str, states: Sequence[int] = (ACTIVE,)) -> dict[Any, int]:
-    """Return the indices of the calls by their attribute `kind` and by how many older ones in these states have it."""
+def _numbered(
+    own: EntriesByIndex, kind_of: Callable[[Call], Hashable], states: Sequence[int] = (ACTIVE,)
+) -> dict[Any, int]:
+    """Return the indices of the calls by their kind and by how many older ones in these states have the same kind."""
     older: Counter[Any] = Counter()
     numbered = {}
     for index, entry in own.items():
         if entry.state in states:
-            value = getattr(entry.call, kind)
+            value = kind_of(entry.call)
             numbered[value, older[value]] = index
             older[value] += 1
     return numbered

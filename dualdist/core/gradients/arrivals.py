@@ -19,7 +19,8 @@ import torch
 from torch._C import _current_autograd_node, _current_graph_task_id
 
 from ..compiling import not_compiled
-from .buckets import ArrivalOrder, TrackedParameter
+from .buckets import TrackedParameter
+from .layout import ArrivalOrder
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -36,12 +37,16 @@ class Arrivals:
         mark_ready: Callable[[Sequence[int]], None],
         at_end: Callable[[], None],
     ) -> None:
-        """Prepare. Local. params, pass_counts: those to which the indices refer, and for each what Reducer says.
+        """Prepare. Local.
 
-        at_begin: called with the first gradient of each autograd graph task. handle_single: called with a gradient; it
-        calls `add_single` if that is to be combined. mark_ready: called with a group of gradients in the expected
-        order. at_end: called once at the end of each autograd graph task in which a gradient was handled, and after
-        each nested one for which it has called `continue_outside`.
+        Args:
+            params: the parameters to which indices refer; more may be added.
+            pass_counts: of each, see Reducer.
+            at_begin: called with the first gradient of each autograd graph task.
+            handle_single: called with a gradient; it calls `add_single` if that is to be combined.
+            mark_ready: called with a group of gradients in the expected order.
+            at_end: called once at the end of each autograd graph task in which a gradient was handled, and after each
+                nested one for which it has called `continue_outside`.
         """
         self._params, self._pass_counts = params, pass_counts
         self._at_begin, self._at_end = at_begin, at_end
@@ -174,7 +179,10 @@ class Arrivals:
 
     def release(self) -> None:
         """Drop the callbacks, whose object may refer to this one. The hooks have been removed."""
-        ignore: Callable[..., None] = lambda *_: None  # noqa: E731
+
+        def ignore(*_: object) -> None:
+            pass
+
         self._at_begin = self._handle_single = self._handle = self._mark_ready = self._at_end = ignore
 
     def forget(self) -> None:

@@ -86,8 +86,9 @@ from ..collectives.reduction import scale_, wire_dtype
 from ..launch import is_on
 from ..types import Average, Sum
 from ..world import ProcessSet, channel_of, current, global_process_set
-from .buckets import FINAL, LEFT_OUT, SPARSE, Bucket, BucketMemory, Layout, TrackedParameter, fit, has_numbers
+from .buckets import FINAL, LEFT_OUT, SPARSE, Bucket, BucketMemory, TrackedParameter, fit, has_numbers
 from .combiner import SyncOptions
+from .layout import Layout
 
 _DATA_FIRST_SECONDS = 0.05
 """How long the announcement waits for the data at most."""
@@ -154,8 +155,9 @@ class Reducer:
     """Of the parameters in the last `lay_out`."""
 
     def __init__(self, options: SyncOptions, member: object | None, pass_counts: Sequence[int]) -> None:
-        """member: the GradSync; it takes part with zeros after this rank has called `join`.
+        """Start without a layout.
 
+        member: the GradSync; it takes part with zeros after this rank has called `join`.
         pass_counts: of each parameter, how many backward passes added to its gradient since the ranks last combined it.
         0 or 1 if GradSync does not count them (see its `_counts`).
         """
@@ -313,9 +315,12 @@ class Reducer:
             self._send_next(empty=empty, at_end=True)
 
     def _send_next(self, *, empty: bool = False, is_complete: bool = False, at_end: bool = False) -> None:
-        """Send the next bucket. empty: with zeros. at_end: whether `reduce` follows at once.
+        """Send the next bucket.
 
-        is_complete: whether backward has reached all of its parameters.
+        Args:
+            empty: with zeros.
+            is_complete: whether backward has reached all of its parameters.
+            at_end: whether `reduce` follows at once.
         """
         place, options, channel = len(self._sent), self.options, self._channel
         bucket, can_set_early = self.layout.buckets[place], self._can_set_early

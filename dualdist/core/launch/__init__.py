@@ -165,8 +165,12 @@ def _read(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None = Non
         rule = f"less than {names['local_size']}={local_size}"
         raise _wrong(names["local_rank"], rule, local_rank, _who_sets_it(launcher))
     return Launch(
-        *(launcher.name, rank, size, local_rank, local_size),
-        MappingProxyType({field: name for field, name in names.items() if name}),
+        launcher=launcher.name,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        sources=MappingProxyType({field: name for field, name in names.items() if name}),
         elastic=any(_is_set(env, marker) for marker in launcher.elastic),
         restarts=any(is_on(env, name) for name in launcher.restarts),
         starts_mpi=any(env.get(name) for name in launcher.starts_mpi),
@@ -364,6 +368,8 @@ def topology(places: Sequence[Place]) -> list[World]:
     ]
 
 
+RENDEZVOUS = "DUALDIST_RENDEZVOUS"
+"""The variable with the address of the server of `dualdist run`."""
 SECRET = "DUALDIST_SECRET"
 
 

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 from ...errors import ConfigurationError, HorovodInternalError, StallError
 from .. import extension, needed
-from ..launch import is_one_host
+from ..launch import RENDEZVOUS, is_one_host
 from ..types import Launch
 from .links import INTERFACE, LOOPBACK, candidates, own_node
 from .server import (
@@ -237,7 +237,7 @@ def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = 
     is_alone = launch.size == 1 and launch.init_method == "env://" and not env.get("MASTER_ADDR")
     if launch.init_method is not None and not is_alone:
         return given_board(launch, env)
-    if source == "DUALDIST_RANK" and env.get("DUALDIST_RENDEZVOUS"):
+    if source == "DUALDIST_RANK" and env.get(RENDEZVOUS):
         return cast(Board, needed("launchers_board")(env))
     horovods = source == "HOROVOD_RANK" and env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     if horovods and (store := extension("horovods_store")) is not None:

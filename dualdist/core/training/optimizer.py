@@ -184,8 +184,15 @@ def DistributedOptimizer(
         members = _grouped(groups, num_groups, [param for _, param in named])
         if isinstance(optimizer, SynchronizedOptimizer):
             _undistributed(optimizer)
-        how = Reduction(op, 1.0 / factor, factor), compression, process_set, sparse_as_dense
-        options = SyncOptions(*how, groups=members, comm_hook=hook, optimizer=type(optimizer).__name__)
+        options = SyncOptions(
+            reduction=Reduction(op, 1.0 / factor, factor),
+            compression=compression,
+            process_set=process_set,
+            sparse_as_dense=sparse_as_dense,
+            groups=members,
+            comm_hook=hook,
+            optimizer=type(optimizer).__name__,
+        )
         _check_overlap(named, options)
     remember_call_site()
     return _distributed(optimizer, named, options, passes)
