@@ -145,8 +145,10 @@ def _converted(value: Any, where: str, copied: TensorCopier) -> Any:
             if not isinstance(key, str | int | float | tuple | None):
                 raise TypeError(f"`{where}` must have plain keys, but has {key!r}, a {type(key).__name__}, instead.")
         found = {key: _converted(item, f"{where}[{key!r}]", copied) for key, item in value.items()}
+        if isinstance(value, Counter):
+            return Counter(found)
         if not hasattr(value, "_metadata"):
-            return next((kind(found) for kind in (Counter, OrderedDict) if isinstance(value, kind)), found)
+            return OrderedDict(found) if type(value) is OrderedDict else found
         # A module's state_dict has the versions of its submodules, which they need to load old states.
         versioned: Any = OrderedDict(found)
         versioned._metadata = _converted(value._metadata, f"{where}._metadata", copied)
@@ -308,9 +310,13 @@ def collect_own(state: Mapping[str, Any], *, writes: bool) -> dict[str, Any]:
 
     writes: whether this rank is the writer. Only the writer keeps states that are equal on all ranks.
     """
-    values = [(name, state[name]) for name in sorted(state)]  # so that all ranks make the same calls
-    taken = {name: value.state_dict() for name, value in values if is_per_rank(value) or is_collective(value)}
-    return {name: own for name, own in taken.items() if writes or is_per_rank(state[name])}
+    own: dict[str, Any] = {}
+    for name, value in sorted(state.items()):  # so that all ranks make the same calls
+        if is_per_rank(value) or (writes and is_collective(value)):
+            own[name] = value.state_dict()
+        elif is_collective(value):
+            value.state_dict()  # the writer's needs it; its memory is free before the next one
+    return own
 
 
 def collect_compared(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,6 @@ from ..errors import CheckpointError, DamagedCheckpointError
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
     stat.S_IFDIR: "a folder",
@@ -56,9 +55,21 @@ def open_checkpoint(path: str | os.PathLike[str]) -> io.FileIO:
 
     Raises OSError, and DamagedCheckpointError when it is not a regular file: to open or read others may never end.
     """
-    if (kind := stat.S_IFMT(os.stat(path).st_mode)) != stat.S_IFREG:
+    return open(path, "rb", buffering=0, opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    try:
+        # Without O_NONBLOCK, opening a FIFO waits for a writer. It has no effect on regular files.
+        descriptor = os.open(path, flags | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # open(2): a socket, or a device that is absent
+            raise damaged(path, "it is a socket or a device, not a regular file") from error
+        raise
+    if (kind := stat.S_IFMT(os.fstat(descriptor).st_mode)) != stat.S_IFREG:
+        os.close(descriptor)
         raise damaged(path, f"it is {_KINDS.get(kind, 'something else')}, not a regular file")
-    return open(path, "rb", buffering=0)
+    return descriptor
 
 
 # Writes a file under a temporary name, and renames it when it is complete.
@@ -86,33 +97,38 @@ class NewFile:
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Write all of `data`, at the latest with `write_pending`, and return its length."""
-        view = memoryview(data)
-        for start in range(0, len(view), PIECE_BYTES):
-            piece = view[start : start + PIECE_BYTES]
-            if len(self.pending) + len(piece) > PIECE_BYTES:
-                self.write_pending()
-            self.pending += piece
-        return len(view)
+        if len(self.pending) + len(data) > PIECE_BYTES:
+            self.write_pending()
+        if len(data) > PIECE_BYTES:
+            self._write(data)
+        else:
+            self.pending += data
+        return len(data)
 
     def flush(self) -> None:
         """Do nothing. torch.save calls it in the middle."""
 
     def write_pending(self) -> None:
         """Write what is pending."""
+        pending, self.pending = self.pending, bytearray()
+        self._write(pending)
+
+    def _write(self, data: bytes | bytearray | memoryview) -> None:
         if self.failure is not None:
             raise self.failure
-        piece, self.pending = memoryview(self.pending), bytearray()
-        self.crc = zlib.crc32(piece, self.crc)
         try:
-            while piece:
-                written = os.write(self._descriptor, piece)
-                piece = piece[written:]
-                self._size += written
-            unflushed = self._size - self._flushed
-            if self._durable and unflushed >= _FLUSH_BYTES:
-                # Linux then starts to write dirty pages: mm/fadvise.c, POSIX_FADV_DONTNEED.
-                os.posix_fadvise(self._descriptor, self._flushed, unflushed, os.POSIX_FADV_DONTNEED)
-                self._flushed = self._size
+            for start in range(0, len(data), PIECE_BYTES):
+                piece = memoryview(data)[start : start + PIECE_BYTES]
+                self.crc = zlib.crc32(piece, self.crc)
+                while piece:
+                    written = os.write(self._descriptor, piece)
+                    piece = piece[written:]
+                    self._size += written
+                unflushed = self._size - self._flushed
+                if self._durable and unflushed >= _FLUSH_BYTES:
+                    # Linux then starts to write dirty pages: mm/fadvise.c, POSIX_FADV_DONTNEED.
+                    os.posix_fadvise(self._descriptor, self._flushed, unflushed, os.POSIX_FADV_DONTNEED)
+                    self._flushed = self._size
         except OSError as error:
             self.failure = error
             raise
