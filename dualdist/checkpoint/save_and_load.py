@@ -26,7 +26,7 @@ from ..core.training.optimizer_state import load_optimizer_state
 from ..core.training.parallel import SynchronizedModule
 from ..core.world import current, reporting
 from ..errors import CheckpointError, DamagedCheckpointError, logger
-from ..rooted_collectives import GATHER_OBJECT, gather_object
+from ..rooted_collectives import gather_object
 from .catalog import CatalogEntry, Find
 from .contents import (
     RANKS,
@@ -93,7 +93,7 @@ def write_state(
 ) -> T:
     """Collect the values of `state` on the writer, call `write` with them there, and return its result on every rank.
 
-    Collective over the world. States whose digests differ between ranks are collected from all.
+    Collective over the world. States that differ between ranks are collected from all, after their digests.
 
     check: raises an error if another argument is wrong on this rank.
 
@@ -105,36 +105,59 @@ def write_state(
         check()
         return check_state(state)
 
-    def take() -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-        own = on_host(collect_own(state, writes=is_writer()), "state")
+    own: dict[str, Any] = {}
+    digests: dict[str, str] = {}
+    taken: dict[str, Any] = {}
+
+    def take() -> None:
+        taken.update(state)
+        own.update(on_host(collect_own(state, writes=is_writer()), "state"))
         compared = collect_compared(state) if size() > 1 else {}
-        return own, {name: digest(value, f"state[{name!r}]") for name, value in compared.items()}, {**state, **compared}
+        digests.update({name: digest(value, f"state[{name!r}]") for name, value in compared.items()})
+        taken.update(compared)
+
+    def take_differing() -> None:
+        own.update(on_host(collect({name: taken[name] for name in differing if name not in own}, []), "state"))
+
+    def send_and_write(failure: Exception | None) -> tuple[str, list[str], T | None]:
+        shares = gather_object((names, own, digests, reported(failure, rank()))) or []
+        return from_writer(lambda: _write_shares(shares, taken, write))
 
     names, refusal = attempted(checked)
-    collected, failure = attempted(take) if refusal is None else (None, refusal)
-    own, digests, taken = collected or ({}, {}, {})
-    found = allgather_object((names, digests, reported(failure, rank())))
-    expected, compared, _ = found[0]
-    for place, (others, _, problem) in enumerate(found):
+    try:
+        mismatch, differing, result = send_and_write(refusal or attempted(take)[1])
+        if differing:
+            mismatch, _, result = send_and_write(attempted(take_differing)[1])
+    except CheckpointError:
+        if refusal is not None:
+            raise refusal from None
+        raise
+    if mismatch:
+        raise ValueError(f"`state` must have the same names on all ranks, but {mismatch}.")
+    return cast(T, result)
+
+
+def _write_shares(
+    shares: Sequence[Any], taken: Mapping[str, Any], write: Callable[[dict[str, Any]], T]
+) -> tuple[str, list[str], T | None]:
+    """Return how names differ, or which states every rank must send first, or what `write` returns."""
+    names, own, digests, _ = shares[0]
+    for place, (others, _, _, problem) in enumerate(shares):
         if problem is not None:
-            raise refusal or CheckpointError(problem)
-        if others != expected:
-            different = few(sorted({*expected} ^ {*others}))
-            raise ValueError(
-                f"`state` must have the same names on all ranks, but ranks 0 and {place} differ in {different}."
-            )
-    differing = [name for name in compared if len({each.get(name) for _, each, _ in found}) > 1]
-    with reporting(GATHER_OBJECT):
-        own |= on_host(collect({name: taken[name] for name in differing if name not in own}, []), "state")
-    shares = gather_object(own) or []
-    if differing and is_writer():
+            raise CheckpointError(problem)
+        if others != names:
+            return f"ranks 0 and {place} differ in {few(sorted({*names} ^ {*others}))}", [], None
+    differing = [name for name in digests if any(share[2].get(name) != digests[name] for share in shares)]
+    if not own.keys() >= {*differing}:
+        return "", differing, None
+    if differing:
         logger.warning(
             "%s differs between ranks, so the checkpoint has the state of each, and loads on %d ranks only. An object "
             "says by `per_rank = True` that this is meant, and by `per_rank = False` that rank 0's serves all.",
             few([f"`{name}`" for name in differing]),
             len(shares),
         )
-    return from_writer(lambda: write(collect(taken, shares, differing)))
+    return "", [], write(collect(taken, [share[1] for share in shares], differing))
 
 
 _PIECE_BYTES = 32 << 20

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dualdist as hvd
-from dualdist.checkpoint import CheckpointManager, load, save
+from dualdist.checkpoint import CheckpointManager, load, save, save_and_load
 
 from ..helpers.collected_warnings import warned
 from ..helpers.faulty_file_system import CountingFileSystem
@@ -147,6 +147,19 @@ def test_an_object_that_cannot_be_saved_or_loaded_on_one_rank_is_an_error_on_all
     with warned(), pytest.raises(hvd.CheckpointError, match=r"`a` could not load its state from .*the reason"):
         load(path, {"a": Broken(last)})
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@everywhere
+def test_a_state_of_every_rank_that_one_cannot_copy_is_an_error_on_all(tmp_path: Path) -> None:
+    def collect(*args: object) -> None:
+        raise MemoryError("no memory")
+
+    last = hvd.size() - 1
+    with pytest.MonkeyPatch.context() as patch:
+        if hvd.rank() == last:
+            patch.setattr(save_and_load, "collect", collect)
+        with pytest.raises(hvd.CheckpointError, match=f"Rank {last} failed: MemoryError: no memory"):
+            save(tmp_path / "file.pt", {"value": hvd.rank()})
 
 
 class Refusing:
