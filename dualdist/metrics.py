@@ -319,10 +319,10 @@ class ConfusionMatrix(Metric):
                 f"{tuple(predicted.shape)} {predicted.dtype} and {tuple(targets.shape)} {targets.dtype} instead. "
                 f"{fix}"
             )
-        flat = torch.stack([classes.detach().reshape(-1).long() for classes in (targets, predicted)])
-        counted = torch.ones_like(flat[0]) if self.ignore_index is None else (flat[0] != self.ignore_index).long()
+        rows, columns = (classes.detach().reshape(-1).long() for classes in (targets, predicted))
+        counted = torch.ones_like(rows) if self.ignore_index is None else (rows != self.ignore_index).long()
         none = len(self._local) - 1
-        rows, columns = torch.where((flat >= 0) & (flat < none), flat, none)
+        rows, columns = (torch.where((each >= 0) & (each < none), each, none) for each in (rows, columns))
         counts = torch.zeros(self._local.numel(), dtype=torch.int64, device=rows.device)
         counts.index_add_(0, rows * len(self._local) + columns, counted)
         self._add(counts.view_as(self._local))
