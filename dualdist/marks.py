@@ -74,7 +74,7 @@ def check_marks(row: Launcher | None, env: Mapping[str, str]) -> None:
     """
     for mark, variable in [(each, name) for each in MARKS for name in each.variables.split()]:
         text = env.get(variable, "")
-        if re.fullmatch(mark.value, text) and not _is_explained(mark, row, env):
+        if re.fullmatch(mark.value, text) and not _is_explained(mark, variable, row, env):
             taken = "plain python" if row is None else f"a single process of {row.name}"
             raise ConfigurationError(
                 f"`{variable}` must be absent from {taken}, but is {text!r} instead: {mark.who} sets it for each "
@@ -83,8 +83,8 @@ def check_marks(row: Launcher | None, env: Mapping[str, str]) -> None:
             )
 
 
-def _is_explained(mark: Mark, row: Launcher | None, env: Mapping[str, str]) -> bool:
-    if row is not None and mark.variables == "RANK" and env["RANK"].strip("0") == "":
+def _is_explained(mark: Mark, variable: str, row: Launcher | None, env: Mapping[str, str]) -> bool:
+    if row is not None and variable == "RANK" and env["RANK"].strip("0") == "":
         return True  # the launcher's own number, also set by a container (NVIDIA's Pyxis) or a site's lines
     name, _, value = mark.unless.partition("=")
     if name and env.get(name) == value:

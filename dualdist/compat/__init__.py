@@ -84,8 +84,12 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.torch.elastic": ("dualdist.elastic", _ELASTIC, f"{_COMMON}:init", "dualdist:shutdown"),
     "horovod.torch.elastic.sampler": ("dualdist.elastic", "dualdist:rank", "dualdist:size"),
     "horovod.torch.elastic.state": (
-        *(*_API, "dualdist.elastic", _ELASTIC),
-        *(f"{_ELASTIC}:{name}" for name in ("_get_handler", "_get_handlers", "_union")),
+        *_API,
+        "dualdist.elastic",
+        _ELASTIC,
+        f"{_ELASTIC}:_get_handler",
+        f"{_ELASTIC}:_get_handlers",
+        f"{_ELASTIC}:_union",
     ),
     "horovod.torch.functions": _API,
     "horovod.torch.mpi_ops": (*_API, _COMMON, f"{_COMMON}:_basics", _TORCH),
@@ -94,7 +98,8 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 """Horovod's module -> the modules of dualdist with its names, or MODULE:NAME for one name. The later of two wins.
 
-Without `__all__`, the public names that a module itself defines are its names.
+Without `__all__`, the public names that a module itself defines are its names. A function that wraps one of dualdist
+has that one's module, so it must be named.
 """
 
 _INSTEAD = {

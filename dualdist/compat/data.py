@@ -84,11 +84,13 @@ class AsyncDataLoaderMixin:
             self.started = True
             self.thread.start()
         while self.thread.is_alive() or not self.queue.empty():
-            with contextlib.suppress(queue.Empty):
+            try:
                 batch = self.queue.get(timeout=_POLL_SECONDS)
-                if batch is None:
-                    return
-                yield batch
+            except queue.Empty:
+                continue
+            if batch is None:
+                return
+            yield batch
         if self._error is not None:
             raise self._error
 
@@ -102,7 +104,8 @@ class AsyncDataLoaderMixin:
                 self._report("has loaded an epoch")
                 self._put(None)
         except Exception as error:  # the user's loader decides what it raises
-            self._error = error
+            if not self.finished_event.is_set():
+                self._error = error
 
     def _put(self, item: Any) -> None:
         while not self.finished_event.is_set():

@@ -23,7 +23,6 @@ from ..core.collectives.objects import on_all_ranks
 from ..core.launch import ELASTIC_DIR
 from ..core.lifecycle import init, rank, shutdown
 from ..core.meeting import LauncherProcess, find_launcher_process
-from ..core.meeting.links import own_node
 from ..core.world import current
 from ..errors import CheckpointError, ConfigurationError, HorovodInternalError, HostsUpdatedInterrupt, logger
 from .state import ObjectState, State, commits_made
@@ -151,7 +150,8 @@ def remove_abandoned() -> None:
 
 def _prefix() -> str:
     """Return the start of the folders' names. It identifies boot and container, in which process ids are unique."""
-    place = hashlib.sha256(f"{own_node()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:12]
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    place = hashlib.sha256((boot + os.readlink("/proc/self/ns/pid")).encode()).hexdigest()[:12]
     return f"dualdist-elastic-{os.getuid()}-{place}-"
 
 

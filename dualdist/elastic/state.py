@@ -110,7 +110,7 @@ class ElasticSampler(DealingSampler[int]):
 # the same object on every rank. (Horovod pickles it: a scheduler on rank 1 then changes a copy of the optimizer.)
 
 
-class _Saved:
+class _Restorable:
     """A state, or the handler of an object in one: the methods that each must have."""
 
     def save(self) -> None:
@@ -129,7 +129,7 @@ class _Saved:
         """Adapt to a new world, before `sync`. Local."""
 
 
-class StateHandler(_Saved):
+class StateHandler(_Restorable):
     """Saves, restores and shares one kind of object. The base class of all handlers in the registry."""
 
     def __init__(self, value: Any) -> None:
@@ -275,7 +275,7 @@ _REMOVED = 1
 _CONTAINERS = (list, dict, set, tuple, bytearray, torch.Tensor)
 
 
-class State(_Saved):
+class State(_Restorable):
     """The state that `elastic.run` works with. Subclasses define how to save, restore and share it.
 
     bcast_object: returns rank 0's object on every rank. get_rank: returns this process's rank.

@@ -42,7 +42,8 @@ class ProcessManager(ABC):
     def get(self, rank: int, key: str, seconds: float) -> str | None:
         """Return what `rank` has put, None if that is not known yet. Raises TimeoutError if it waits for all processes.
 
-        seconds: to wait for it. 0: return what an earlier program in the place of this one, `rank`, has put.
+        seconds: to wait for it. 0: return what an earlier program in the place of this one, `rank`, has put. Then
+            TimeoutError means that the manager does not answer.
         """
 
     @abstractmethod
@@ -239,10 +240,13 @@ class Pmix(ProcessManager):
 
     def get(self, rank: int, key: str, seconds: float) -> str | None:
         # Without "immediate", the server waits for a key that is absent.
-        with contextlib.suppress(TimeoutError):
+        try:
             value = in_time(lambda: self._get(rank, key, not seconds), seconds or _MANAGER_SECONDS)
-            return None if value is None else str(value.data.string.decode())
-        return None
+        except TimeoutError:
+            if not seconds:
+                raise
+            return None
+        return None if value is None else str(value.data.string.decode())
 
     def _get(self, rank: int, key: str, immediate: bool = False) -> _Value | None:
         process, found = _Process(self._own.namespace, rank), ctypes.POINTER(_Value)()

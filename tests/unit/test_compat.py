@@ -106,6 +106,20 @@ def test_an_async_loader_yields_the_batches_of_each_epoch(size: int) -> None:
     loader.close_async_loader()
 
 
+def test_an_error_of_an_async_loader_is_not_raised_after_it_is_closed() -> None:
+    class FailsLate(Loader):
+        def _iterate(self) -> Iterator[int]:
+            yield 0
+            self.finished_event.wait()
+            raise KeyError("the reason")
+
+    loader = FailsLate(1)
+    batches = iter(loader)
+    assert next(batches) == 0
+    loader.close_async_loader()
+    assert list(batches) == list(loader) == []
+
+
 @pytest.mark.parametrize("taken", [0, 1, 50])
 def test_an_async_loader_with_a_full_queue_can_be_closed(taken: int) -> None:
     loader = Loader(1)

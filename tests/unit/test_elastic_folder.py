@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -48,6 +49,13 @@ def test_each_job_program_and_run_has_its_own_folder(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(loop, "find_launcher_process", lambda variable: ENDED)
     folders.append(folder_of_commits(RUN, ["train.py"], 0))
     assert len(set(folders)) == len(folders)
+
+
+def test_the_folder_does_not_depend_on_the_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "find_launcher_process", lambda variable: OWN)
+    before = folder_of_commits(RUN, ["train.py"], 0)
+    monkeypatch.setattr(socket, "gethostname", lambda: "renamed")
+    assert folder_of_commits(RUN, ["train.py"], 0) == before
 
 
 def test_folders_are_removed_when_their_torchrun_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
