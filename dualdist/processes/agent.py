@@ -63,7 +63,9 @@ def main() -> None:
     if request["task"] is not None:
         task = os.memfd_create("task")
         with open(task, "wb", closefd=False) as file:
-            file.write(sys.stdin.buffer.read(request["task"]))
+            left = request["task"]
+            while left > 0 and (data := sys.stdin.buffer.read(min(left, _CHUNK))):
+                left -= file.write(data)
     agent = Agent(request, task)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if request["parent"] is not None:

@@ -115,7 +115,9 @@ class AgentConnection:
         self._taken = 0
         """Bytes of output that were read since the last grant."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        shared = [0] * (job.local and job.has_input) + [1, 2] * (not job.has_own_output)
+        shared = [] if job.has_own_output else [1, 2]
+        if job.local and job.has_input:
+            shared.append(0)
         # An agent has files of its own below 3.
         files = {number: fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3) for number in shared}
         # A scheduler may signal all processes of a job. ssh must survive that, and an agent from its start.

@@ -233,7 +233,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Run the job that `args` describes; return its exit code. Raises ConfigurationError when it cannot start."""
-    command = args.command[args.command[:1] == ["--"] :]
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise ConfigurationError(
             "COMMAND must be given, but is absent. Write it last: dualdist run -np 2 python train.py"

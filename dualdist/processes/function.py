@@ -359,9 +359,10 @@ class _Rank:
 
     def _raised(self, moment: float, pickled: bytes | None, text: str) -> _Failure:
         """Return the failure of a rank that has sent its exception, or only the text of it."""
-        line = text.strip().splitlines()[-1]
-        error: BaseException = ProcessEndedError(f"Rank {self._rank} raised {line}", self._rank, None)
-        if pickled is not None:
+        if pickled is None:
+            line = text.strip().splitlines()[-1]
+            error: BaseException = ProcessEndedError(f"Rank {self._rank} raised {line}", self._rank, None)
+        else:
             error = pickle.loads(pickled)
         error.__cause__ = _RankTraceback(f"Rank {self._rank} of {self._size}:\n{text}")
         return moment, error

@@ -94,21 +94,22 @@ class _Lines:
         self._sink = sink
         self._copy = copy
         self._timestamps = timestamps
-        self._rest = b""
+        self._rest = bytearray()
         """The start of a line whose end has not arrived. A last \\r may be one of \\r\\n: the next byte shows it."""
 
     def write(self, data: bytes) -> None:
         if self._copy is not None:
             self._copy.write(data)
             self._copy.flush()
-        data = self._rest + data
-        while len(data) > LONGEST_LINE and len(_LINE_END.split(data, maxsplit=1)[0]) > LONGEST_LINE:
-            self._sink.put(self._context() + data[:LONGEST_LINE] + CUT)
-            data = data[LONGEST_LINE:]
-        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
+        self._rest += data
+        while len(self._rest) > LONGEST_LINE and not _LINE_END.search(self._rest, 0, LONGEST_LINE + 1):
+            self._sink.put(self._context() + self._rest[:LONGEST_LINE] + CUT)
+            del self._rest[:LONGEST_LINE]
+        start = max(0, len(self._rest) - len(data) - 1)  # before it there is no line end
+        end = max(self._rest.rfind(b"\n", start), self._rest.rfind(b"\r", start, -1)) + 1
         if end:
-            self._put_lines(data[:end])
-        self._rest = data[end:]
+            self._put_lines(bytes(self._rest[:end]))
+            del self._rest[:end]
 
     def _put_lines(self, text: bytes) -> None:
         """Write whole lines. One pass over the text for each kind of line end is 20 times as fast as one per line."""

@@ -80,16 +80,16 @@ def _accept(server: socket.socket, token: str, starter: subprocess.Popen[bytes])
     """Return the connection of the agent, None if `starter` ends without one."""
     server.settimeout(_POLL_SECONDS)
     while starter.poll() is None:
-        with contextlib.suppress(OSError):
-            connection, _ = server.accept()
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            connection = stack.enter_context(server.accept()[0])
             connection.settimeout(_TOKEN_SECONDS)
             if secrets.compare_digest(connection.recv(_TOKEN, socket.MSG_WAITALL), token.encode()):
                 connection.settimeout(None)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, value in _KEEP_ALIVE:
                     connection.setsockopt(socket.IPPROTO_TCP, option, value)
+                stack.pop_all()  # so that it stays open
                 return connection
-            connection.close()
     return None
 
 
