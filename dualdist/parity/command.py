@@ -107,8 +107,10 @@ def parse_cell(text: str, size: int) -> Cell:
     program = shutil.which(python)
     known = ((backend, DISTRIBUTED_BACKENDS), (transport, TRANSPORTS), (launcher, _LAUNCHERS))
     wrong = [(f"one of {', '.join(names)}", repr(value)) for value, names in known if value not in names]
-    wrong += [("an interpreter or environment", str(python))] * (program is None)
-    wrong += [("at least 1 process", str(number))] * (number < 1)
+    if program is None:
+        wrong.append(("an interpreter or environment", str(python)))
+    if number < 1:
+        wrong.append(("at least 1 process", str(number)))
     if wrong:
         raise ConfigurationError("The cell {!r} must have {}, but has {} instead.".format(text, *wrong[0]))
     return Cell(text, backend, transport, launcher, number, os.path.abspath(str(program)), variables)

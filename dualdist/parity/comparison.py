@@ -336,7 +336,7 @@ def _of_start(pair: Pair, found: Difference) -> Iterator[Tests]:
         yield {"parameters": _kinds(pair, found)}
         yield {"early-step": [early[side] != {} and early[side] == start[1 - side] for side in (0, 1)]}
         other["early-step"] = [early[side] not in ({}, start[side]) for side in (0, 1)]
-    yield {"no-broadcast" + "-of-buffers" * is_buffer: split, **other}
+    yield {"no-broadcast-of-buffers" if is_buffer else "no-broadcast": split, **other}
 
 
 def _of_passes(pair: Pair, found: Difference) -> Iterator[Tests]:

@@ -209,8 +209,8 @@ def _around(function: Any, before: Any = lambda *_, **__: None, after: Any = lam
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         result = None
-        before(*args, **kwargs)
         try:
+            before(*args, **kwargs)
             result = function(*args, **kwargs)
             return result
         finally:
@@ -408,7 +408,7 @@ class Recorder:
             for name, value in group.items()
             if name not in _NO_SETTINGS
         }
-        bases = [base for base in type(optimizer).__mro__ if not base.__module__.startswith(_LIBRARIES[:2])]
+        bases = [base for base in type(optimizer).__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES[:2]]
         settings["class"] = bases[0].__name__
         self.add("settings of the optimizer", settings)
         found: dict[str, dict[str, Any]] = {}  # apart from zeros: no state is as good

@@ -115,8 +115,9 @@ class Pair:
     def differences(self, stages: Sequence[str] = COMPARED) -> Iterator[Difference]:
         """Yield what differs in any bit, in the order of the module's docstring; where all is equal, a size of 0."""
         known = dict.fromkeys(key for side in self.sides for rank in side for key in rank)
-        keys = [key for key in known if key[1] in stages]
-        keys = [key for key in keys if key[0] >= self.begin - (self.begin == 0 or key[1].startswith("initial"))]
+        # These may belong before the first step; a forward there is part of no step.
+        early = ("initial weights", "initial buffers", "" if self.begin else "collective")
+        keys = [key for key in known if key[1] in stages and key[0] >= self.begin - (key[1] in early)]
         # Stable: in a step as recorded, but all passes of both sides first.
         for key in sorted(keys, key=lambda key: (key[0], _PLACES.get(key[1], 0))):
             step = key[0] - self.begin

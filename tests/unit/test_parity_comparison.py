@@ -593,6 +593,13 @@ def test_batches_that_only_one_side_has_are_a_difference() -> None:
     assert first is not None and first.stage == BATCH
 
 
+def test_a_forward_before_the_optimizer_exists_is_not_compared() -> None:
+    other = record()
+    adding(-1, BATCH, W9)(other)
+    adding(-1, LOSS, 1.0)(other)
+    assert compare(record(), other, 0.0).first is None
+
+
 def test_a_fingerprint_sees_dtype_shape_and_what_is_not_finite() -> None:
     ones = torch.ones(4)
     assert difference(fingerprint(ones), fingerprint(ones.double())) > 0
