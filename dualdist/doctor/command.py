@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -188,22 +189,30 @@ def _gpu() -> Section:
 
 def _mpi(env: Mapping[str, str]) -> Section:
     """Start MPI in a new process: under most launchers, starting it in this process would fail."""
-    output, problem = _run([sys.executable, "-c", _MPI_SOURCE], env, _MPI_SECONDS)
-    library, level = (None, None) if problem else output.splitlines()
+    output, problem = _run([sys.executable, "-c", _MPI_SOURCE], env, _MPI_SECONDS, "MPI did not start")
+    library, level = output.splitlines() if problem is None else (None, None)
     text = problem or f"{library}, threads: {level}"
     return Section("mpi", {"library": library, "thread_level": level, "problem": problem}, "MPI", {"library": text})
 
 
-def _run(command: list[str], env: Mapping[str, str], seconds: float) -> tuple[str, str | None]:
-    """Run `command` without the variables of launchers in `env`. Return its output, and what went wrong."""
+def _run(
+    command: list[str], env: Mapping[str, str], seconds: float, late: str = "did not end"
+) -> tuple[str, str | None]:
+    """Run `command` without the variables of launchers in `env`. Return its output, and what went wrong.
+
+    late: what went wrong if it takes longer than `seconds`.
+    """
     clean, none = without_launchers(env), subprocess.DEVNULL
     try:
         ended = subprocess.run(command, env=clean, stdin=none, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return "", f"did not end within {seconds:.0f} s"
-    lines = (ended.stdout + ended.stderr).splitlines()
-    shown = [*(line for line in lines if "Error" in line), *lines[-1:], f"exit code {ended.returncode}"]
-    return ended.stdout, shown[0] if ended.returncode else None
+        return "", f"{late} within {seconds:.0f} s"
+    if ended.returncode == 0:
+        return ended.stdout, None
+    text = f"exit code {ended.returncode}\n{ended.stdout}{ended.stderr}"
+    # Messages alone: a traceback also quotes lines of source that name errors.
+    messages = re.findall(r"\b\w*Error: .+", text) or text.rstrip().splitlines()
+    return ended.stdout, messages[-1]
 
 
 # The smoke test: two real processes, python -m dualdist.doctor.command BACKEND TRANSPORT, join a world.

@@ -154,15 +154,23 @@ def _collect(launch: Launch, chosen: tuple[str, bool], address: str, gather: Gat
     with contextlib.suppress(ConfigurationError):
         interface = interface_of(address)
     mine = ProcessFacts(
-        *(launch.rank, own_node(), socket.gethostname(), launch.local_rank, address, interface),
-        *(hashlib.sha256(found.encode()).hexdigest()[:16], *chosen, devices),
-        [str(accelerator.module().get_device_name(index)) for index in indices],
-        len(list(_GPUS.glob("*"))) if torch.version.cuda else 0,
-        list(map(_node, indices)),
-        sorted(cores),
-        sorted(node for node, numbers in cores_by_node().items() if numbers & cores),
-        os.cpu_count() or len(cores),
-        visible(),
+        rank=launch.rank,
+        node=own_node(),
+        host=socket.gethostname(),
+        local_rank=launch.local_rank,
+        address=address,
+        interface=interface,
+        versions=hashlib.sha256(found.encode()).hexdigest()[:16],
+        backend=chosen[0],
+        usable=chosen[1],
+        devices=devices,
+        models=[str(accelerator.module().get_device_name(index)) for index in indices],
+        installed_gpus=len(list(_GPUS.glob("*"))) if torch.version.cuda else 0,
+        device_nodes=list(map(_node, indices)),
+        cores=sorted(cores),
+        core_nodes=sorted(node for node, numbers in cores_by_node().items() if numbers & cores),
+        installed_cores=os.cpu_count() or len(cores),
+        device_numbers=visible(),
     )
     processes = [ProcessFacts(**json.loads(text)) for text in gather(json.dumps(asdict(mine)))]
     digests, nodes = ([getattr(one, name) for one in processes] for name in ("versions", "node"))
@@ -386,7 +394,8 @@ _MOST_LINKS, _MOST_RANGES = 16, 8
 def as_json(launcher: str, world: WorldFacts, problems: Sequence[Problem]) -> dict[str, Any]:
     """Return the report. The clocks are in seconds, round trips too, bandwidths in bytes per second."""
     names = [processes[0].host for processes in world.hosts]
-    hosts, ranks = list[dict[str, Any]](), list[dict[str, Any]]()
+    hosts: list[dict[str, Any]] = []
+    ranks: list[dict[str, Any]] = []
     for processes, clock in zip(world.hosts, world.clocks, strict=True):
         facts = {name: getattr(processes[0], name) for name in ("host", "address", "interface")}
         numbers = [process.rank for process in processes]
@@ -413,7 +422,10 @@ def as_text(report: Mapping[str, Any]) -> str:
     hosts, links, problems = report["hosts"], report["links"], report["problems"]
     world = f"World of {_count(report['size'], 'process', 'es')} on {_count(len(hosts), 'host')}"
     lines = [f"{world}, started by {report['launcher']}; backend: {report['backend']}", ""]
-    for rows in (_host_rows(hosts), _rank_rows(report["ranks"]), *[_link_rows(links)] * bool(links)):
+    tables = [_host_rows(hosts), _rank_rows(report["ranks"])]
+    if links:
+        tables.append(_link_rows(links))
+    for rows in tables:
         lines += [*_table([*rows]), ""]
     lines += [f"WARNING: {problem['text']}" for problem in report["warnings"]]
     lines += [f"WRONG: {problem['text']}" for problem in problems]

@@ -398,7 +398,7 @@ class Job:
                 continue
             (number, launcher), is_torchs = VARIABLES[name], name in SET_BY_INIT
             whole = source.parents[source.parents[node]]
-            is_int = isinstance(whole, ast.Call) and re.fullmatch(r"int\([^,]*\)", ast.unparse(whole))
+            is_int = isinstance(whole, ast.Call) and ast.unparse(whole.func) == "int" and len(whole.args) == 1
             is_tested = isinstance(source.parents[node], ast.Compare) and is_torchs_too
             if is_set and is_torchs:
                 text = f"setting {name}: hvd.init() sets it, and `dualdist exec` before the script starts"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dualdist.cli import main
+from dualdist.doctor.command import _run
 
 from ..helpers.forks import DUALDIST
 from ..helpers.requirements import need_modules
@@ -63,6 +64,18 @@ def test_a_choice_that_cannot_start_is_reported_with_exit_code_1(
     assert main(["doctor", "--json", *options]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert words in f"{facts['chosen']['problem']} {facts['network']['problem']}"
+
+
+@pytest.mark.parametrize(
+    ("printed", "problem"),
+    [
+        ("  raise ValueError(port)\nValueError: the port is taken\nrank 1 ended\n", "ValueError: the port is taken"),
+        ("no MPI\n\n", "no MPI"),
+        ("", "exit code 3"),
+    ],
+)
+def test_the_problem_of_a_process_is_the_message_of_its_error(printed: str, problem: str) -> None:
+    assert _run([sys.executable, "-c", f"print({printed!r}); exit(3)"], {}, 60.0)[1] == problem
 
 
 def test_under_a_launcher_it_shows_the_launchers_numbers_and_their_sources() -> None:

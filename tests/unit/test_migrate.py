@@ -530,7 +530,7 @@ if __name__ == "__main__": main()
 import os, torch.distributed as dist
 def device(): return int(os.environ["LOCAL_RANK"])
 def main():
-    if "SLURM_PROCID" in os.environ: rank = int(os.environ["SLURM_PROCID"])
+    if "SLURM_PROCID" in os.environ: rank = int(os.environ.get("SLURM_PROCID", 0))
     elif "RANK" in os.environ: rank = int(os.environ["RANK"])
     dist.init_process_group(timeout=timeout)
 if __name__ == "__main__": main()
