@@ -250,8 +250,7 @@ def ending_late_calls(call: str) -> Iterator[None]:
         if not missing and returned.wait(_OTHER_HOSTS_SECONDS):
             return
         rank = None if limit.launch is None else limit.launch.rank
-        are_all = limit.launch is not None and is_one_host(limit.launch)
-        error = waited(rank, missing if are_all else [], call, limit.seconds, missing)
+        error = waited(rank, missing_on_host(limit), call, limit.seconds, missing)
         os.write(2, f"dualdist: {error}\n".encode())
         os._exit(1)
 
@@ -264,9 +263,9 @@ def ending_late_calls(call: str) -> Iterator[None]:
         watcher.join()
 
 
-def missing_on_host() -> list[int]:
-    """Return the missing ranks of the start that this thread runs, if all ranks are on this host. Local."""
-    limit = _limit.get()
+def missing_on_host(limit: _Limit | None = None) -> list[int]:
+    """Return the missing ranks of a start, None: of that which this thread runs, if all are on this host. Local."""
+    limit = limit or _limit.get()
     if limit is None or limit.launch is None or not is_one_host(limit.launch):
         return []
     return missing_local_ranks(limit.launch, limit.env)

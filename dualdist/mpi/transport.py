@@ -265,7 +265,8 @@ class MpiProcessGroup(dist.ProcessGroup):
                 for operation in operations:
                     requests.extend(itertools.takewhile(lambda request: request is not None, operation))
         except RuntimeError as error:
-            given_up.append(error)  # and so the buffers in its frames
+            # Its traceback keeps the frame of the operation, and with it the buffers that MPI may still use.
+            given_up.append(error)
             MpiWork(what, self, requests, operations, result=[], range_=span).give_up("its start failed")
             raise RuntimeError(f"MPI: {what} failed on {self}: {error}.") from error
         requests.reverse()  # MpiWork tests the last one first
@@ -289,23 +290,22 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> MpiWork:  # type: ignore[override]
         communicator, op = self._usable, _op(opts)
-        operations = []
-        for tensor in tensors:
-            if tensor.is_sparse:
-                self._allreduce_sparse(tensor, op)
-            else:
-                operations.append(communicator.allreduce(tensor, op))
-        return self._start("allreduce", operations, tensors, opts)
+        sparse = [tensor for tensor in tensors if tensor.is_sparse]
+        if sparse and op != dist.ReduceOp.SUM:  # as gloo
+            raise RuntimeError(f"The reduction of sparse tensors must be SUM, but is {op} instead.")
+        operations = [communicator.allreduce(tensor, op) for tensor in tensors if not tensor.is_sparse]
+        work = self._start("allreduce", operations, tensors, opts)
+        for tensor in sparse:
+            self._sum_sparse(tensor)
+        return work
 
     allreduce_coalesced = allreduce
 
-    def _allreduce_sparse(self, tensor: torch.Tensor, op: Any) -> None:
+    def _sum_sparse(self, tensor: torch.Tensor) -> None:
         """Sum a sparse tensor (COO) of each member, which may have different numbers of elements, and wait for it.
 
-        Every member gathers all, and adds in the order of the members. Raises RuntimeError unless `op` is SUM, as gloo.
+        Every member gathers all, and adds in the order of the members.
         """
-        if op != dist.ReduceOp.SUM:
-            raise RuntimeError(f"The reduction of sparse tensors must be SUM, but is {op} instead.")
         own = tensor.detach().coalesce()
         indices, values = own.indices(), own.values()
         counts = torch.empty(self._size, dtype=torch.int64, device="cpu")
