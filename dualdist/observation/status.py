@@ -160,12 +160,15 @@ def ask(contact: Contact, question: Any, seconds: float) -> Any:
     Raises ConnectionError when the process has ended, another OSError, such as TimeoutError, without an answer.
     """
     deadline = time.monotonic() + seconds
+    answer = bytearray()
     with socket.create_connection((contact.host, contact.port), seconds) as connection:
         connection.sendall(f"{contact.token} {json.dumps(question)}\n".encode())
-        connection.settimeout(max(1e-3, deadline - time.monotonic()))
-        answer = connection.makefile("rb").readline(_LONGEST)
-    if not answer:
-        raise ConnectionError(f"no rank answers at {contact.host}:{contact.port}")
+        while not answer.endswith(b"\n"):
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
+            part = connection.recv(_LONGEST)
+            if not part or len(answer) > _LONGEST:
+                raise ConnectionError(f"no rank answers at {contact.host}:{contact.port}")
+            answer += part
     try:
         return json.loads(answer)
     except ValueError:

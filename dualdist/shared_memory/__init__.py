@@ -88,8 +88,6 @@ class HierarchicalGroup(HostGroup):
         self._inner = inner
         self._wrapped = [inner] if rounds.network is None else [inner, rounds.network]
         super().__init__(inner.ranks, inner.ranks[inner.rank], rounds, timeout)
-        for name in ("broadcast_", "broadcast_all_", "allgather", "allgather_bytes", "alltoall"):
-            setattr(self, name, getattr(inner, name))
 
     @property
     def has_lost_member(self) -> Callable[[], bool]:
@@ -102,6 +100,23 @@ class HierarchicalGroup(HostGroup):
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         return self._queue.start(self._rounds.allreduce(plain(tensor), op))
+
+    def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
+        return self._inner.broadcast_(tensor, root)
+
+    def broadcast_all_(self, tensors: Iterable[torch.Tensor], root: int) -> Work:
+        return self._inner.broadcast_all_(tensors, root)
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        return self._inner.allgather(output, tensor)
+
+    def allgather_bytes(self, message: bytes) -> list[bytes]:
+        return self._inner.allgather_bytes(message)
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Work:
+        return self._inner.alltoall(output, tensor, received, sent)
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
@@ -178,12 +193,18 @@ def share_host(
 
 
 def _share_memory(
-    ranks: Sequence[int], on_host: Sequence[int], place: int, exchange: Exchange, timeout: float, count: int, may: bool
+    ranks: Sequence[int],
+    on_host: Sequence[int],
+    place: int,
+    exchange: Exchange,
+    timeout: float,
+    count: int,
+    is_wanted: bool,
 ) -> list[tuple[Mesh, Memory]]:
     """Connect the members of this host, and map their memory, `count` times. Collective over all members.
 
     on_host: the ranks of this host, of which this one is at `place`.
-    Returns an empty list on all members if that fails on any of them, or if one of them `may` not share memory.
+    Returns an empty list on all members if that fails on any of them, or if `is_wanted` is false there.
     """
     size, seconds = len(on_host), min(timeout, _CONNECT_SECONDS)
     shared: list[tuple[Mesh, Memory]] = []
@@ -191,7 +212,7 @@ def _share_memory(
     own, problem = b"", ""
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as undo:
         try:
-            if may:
+            if is_wanted:
                 listener = stack.enter_context(contextlib.closing(Listener()))
                 for _ in range(count if place == 0 else 0):
                     descriptors.append(make_memory(size))
@@ -211,6 +232,7 @@ def _share_memory(
                 shared.append((mesh, Memory(descriptor, place, size)))
         except (OSError, HorovodInternalError) as error:
             problem = f"{error}"
+        stack.close()  # the listener first: a member that still connects to it fails at once
         if b"\0" not in exchange(bytes([len(shared) == count])):
             undo.pop_all()
             return shared
