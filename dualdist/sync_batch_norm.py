@@ -127,7 +127,9 @@ def _statistics(input: torch.Tensor, eps: float, process_set: ProcessSet) -> _St
     channels, dtype = input.shape[1], _compute_dtype(input)
     own = torch.full((1,), input.numel() // channels, dtype=dtype, device=input.device)
     if not input.numel():
-        found, own = own.new_ones(2, channels).unbind(), own + _NO_VALUES * input.is_cuda
+        found = own.new_ones(2, channels).unbind()
+        if input.is_cuda:
+            own += _NO_VALUES
     elif input.is_cuda:
         found = torch.batch_norm_stats(input, eps)
     else:

@@ -116,14 +116,19 @@ def stream_order(device: torch.device) -> StreamOrder | None:
 # Collectives on streams.
 
 
-_own = threading.local()
-"""The streams of this thread for asynchronous calls, by the names of their devices."""
+class _OwnStreams(threading.local):
+    def __init__(self) -> None:
+        self.by_device: dict[torch.device, torch.Stream] = {}
+
+
+_own = _OwnStreams()
+"""The streams of this thread for asynchronous calls."""
 
 
 def _own_stream(device: torch.device) -> torch.Stream:
-    if not hasattr(_own, name := str(device)):
-        setattr(_own, name, torch.Stream(device))
-    return getattr(_own, name)  # type: ignore[no-any-return]
+    if device not in _own.by_device:
+        _own.by_device[device] = torch.Stream(device)
+    return _own.by_device[device]
 
 
 def _devices_of(tensors: Sequence[torch.Tensor]) -> list[torch.device]:

@@ -161,6 +161,7 @@ class DistributedDataParallel(SynchronizedModule):
             lazy_bucket_allocation=lazy_bucket_allocation,
             require_forward_param_sync=True,
         )
+        # By these torch.compile splits graphs. As in torch also on a CPU, where buckets are smaller by default.
         self.bucket_bytes_cap_default = bucket_cap_mb is None
         self.bucket_bytes_cap = BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in caps]
@@ -253,8 +254,9 @@ class DistributedDataParallel(SynchronizedModule):
             if self._in_backward:
                 from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map as hooks
 
-                for handle in [handle for param in self._in_backward for handle in hooks.get(param, ())]:
-                    handle.remove()
+                for param in self._in_backward:
+                    for handle in hooks.get(param, ()):
+                        handle.remove()
             if self._in_backward or self._buffer_hook is not None:
                 # A reference to this wrapper, such as that of a hook, would keep it alive.
                 self._combiner.after_combining = functools.partial(_end_backward, weakref.ref(self))
