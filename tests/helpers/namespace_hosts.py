@@ -21,7 +21,7 @@ from .requirements import need, need_programs, need_root, program
 from .script_launch import MARK, STACKS, Ended, finish
 from .world import ROOT
 
-SECONDS = 20.0
+SECONDS = 60.0
 LINKS = ("net0", "net1")
 """The interfaces that reach the other host."""
 SUBNETS = {"dead0": "10.251.7", "net0": "10.252.7", "net1": "10.253.7"}

@@ -7,7 +7,7 @@ import os
 import select
 from collections.abc import Iterable
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class Watched:

@@ -22,7 +22,7 @@ from .script_launch import MARK, abort, popen
 from .task_worker import TASK_SECONDS, Task
 from .world import ROOT
 
-START_SECONDS, END_SECONDS = 60.0, 20.0
+START_SECONDS, END_SECONDS = 150.0, 60.0
 
 Report = dict[str, Any]
 """What one process reports of a task: its numbers, perhaps an error, and its exit code as 'ended'."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Client
 from typing import Any
 
-TASK_SECONDS = 20.0
+TASK_SECONDS = 60.0
 """Seconds in which a backend must work, refuse, or notice that it cannot reach the others."""
 
 
