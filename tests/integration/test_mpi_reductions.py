@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import operator
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +44,32 @@ def test_allreduce_combines_every_dtype_by_every_operation(largest: int) -> None
             tensor = mine(dist.get_rank(), 11, dtype) * 1j
             dist.all_reduce(tensor)
             assert same(tensor, combined(operator.add, 11, dtype) * 1j)
+
+
+@everywhere
+def test_tensors_of_each_length_are_combined() -> None:
+    """Open MPI chooses another algorithm for fewer numbers than ranks."""
+    size = dist.get_world_size()
+    for length in (*range(1, 10), 65_537, 1_200_001):
+        tensor = torch.arange(length) * (dist.get_rank() + 1)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.arange(length) * (size * (size + 1) // 2)), length
+
+
+@everywhere
+def test_open_mpi_adds_by_reduce_scatter_and_allgather() -> None:
+    from mpi4py import MPI
+
+    name, library = "coll_libnbc_iallreduce_algorithm", ctypes.CDLL(MPI.__file__)
+    place, value, count, handle = ctypes.c_int(), ctypes.c_int(-1), ctypes.c_int(), ctypes.c_void_p()
+    assert library.MPI_T_init_thread(MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int())) == MPI.SUCCESS
+    assert library.MPI_T_cvar_get_index(name.encode(), ctypes.byref(place)) == MPI.SUCCESS
+    assert library.MPI_T_cvar_handle_alloc(place, None, ctypes.byref(handle), ctypes.byref(count)) == MPI.SUCCESS
+    assert library.MPI_T_cvar_read(handle, ctypes.byref(value)) == MPI.SUCCESS
+    library.MPI_T_cvar_handle_free(ctypes.byref(handle))
+    library.MPI_T_finalize()
+    assert value.value == 3
+    assert f"OMPI_MCA_{name}" not in os.environ
 
 
 @pytest.mark.ranks(3)
