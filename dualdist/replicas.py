@@ -100,8 +100,8 @@ def check_replicas(
             which parameters require gradients, and which modules train or evaluate.
         optimizer: its state and its hyperparameters are compared, too.
         every: compare in call 1, 1 + every, 1 + 2 * every, ... for this model; the calls between do nothing.
-        batch_norm_buffers: False leaves out the running statistics of normalization layers. Each rank has its own, unless
-            the layers are SyncBatchNorm: DistributedDataParallel makes them equal only before the next forward.
+        batch_norm_buffers: False leaves out the running statistics of normalization layers. Each rank has its own,
+            unless they are SyncBatchNorm's: DistributedDataParallel makes them equal only before the next forward.
 
     Raises:
         ReplicaMismatchError: on all members. It names the first tensor that differs, and the ranks that have other bits

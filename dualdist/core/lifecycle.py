@@ -75,7 +75,8 @@ def init(
         init_method, rank, world_size: as in torch.distributed.init_process_group: "tcp://host:port", "file:///path" or
             "env://".
         timeout: how long a collective waits for a rank before it raises StallError, in seconds or as in
-            torch.distributed.init_process_group. None: DUALDIST_STALL_TIMEOUT_SECONDS, else 600 s.
+            torch.distributed.init_process_group. None: DUALDIST_STALL_TIMEOUT_SECONDS, else 600 s. How long this call
+            waits for ranks is DUALDIST_START_TIMEOUT_SECONDS, else 60 s.
 
     Raises:
         ConfigurationError: an argument or the environment is wrong, or the backend is not installed; or a world is
