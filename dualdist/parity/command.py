@@ -47,7 +47,7 @@ from .records import Difference, Record
 _PACKAGE = Path(__file__).parents[1]
 _CELL = re.compile(r"(\w+)\+(\w+)(?:@(\w+))?(?: ?x([0-9]+))?", re.ASCII)
 _LEFT, _RIGHT = "torch+gloo@torchrun", "horovod+gloo@horovodrun"
-_FORMAT = 3  # of a record; older releases write another one
+_FORMAT = 4  # of a record; older releases write another one
 _TAIL = 25  # lines of a failed cell's output to show
 _WARNINGS = 5  # of each side to show
 _STACKS_SIGNAL = signal.SIGRTMIN + 5  # what the ranks of a cell that hangs answer with their stacks

@@ -8,8 +8,11 @@ later groups. `_CAUSES` has the words. What no test explains has no cause, but t
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ from typing import Any
 
 import numpy
 
-from .records import COMPARED, EVERYWHERE, WIDTH, Difference, Pair, Record, Values, bits, hashes, is_finite
+from .records import COMPARED, EVERYWHERE, WIDTH, Difference, Pair, Record, Values, bits, difference, hashes, is_finite
 
 _AFTER = ("weights after the step", "buffers after the step", "weights before the forward")
 _FRESH, _GROWTH = 4, 30
@@ -75,7 +78,7 @@ def compare(left: Record, right: Record, tolerance: float, start: int | None = N
             first, why = found, _cause(pair, found, harmless)
     if first is None and rounding.largest > tolerance:
         why = _because("rounding-jump" if rounding.has_jumped else "rounding")
-    notes = list(_notes(pair, first, least))
+    notes = list(_notes(pair, first, least, why))
     return Comparison(first, why, least, rounding.largest, notes, pair.begin, pair.losses, sizes)
 
 
@@ -141,7 +144,7 @@ class _Rounding:
         return jumps
 
 
-def _notes(pair: Pair, first: Difference | None, least: Difference | None) -> Iterator[str]:
+def _notes(pair: Pair, first: Difference | None, least: Difference | None, why: Cause | None) -> Iterator[str]:
     """Yield what a reader of the result should know."""
     if not pair.same_size:
         text = "processes: compared are only the mean loss, and rank 0's weights, reduced gradients and settings."
@@ -173,6 +176,17 @@ def _notes(pair: Pair, first: Difference | None, least: Difference | None) -> It
         one, other = (values.get("", "none") for values in pair.at(found, "collective"))
         text = f"differ first in step {found.step}, rank {found.rank}, call {found.number}"
         yield f"The script's collectives {text}: {one} on the left, {other} on the right."
+    if first and why:
+        differing = pair.differences(["settings of the optimizer"])
+        settings = [one for one in differing if one.size and one.name and one != first]
+        shown = [f"{one.name} (step {one.step})" for one in settings if one.key == settings[0].key and not one.rank]
+        if pair.same_size:
+            layers = [f"layer {name}" if name else "the model" for name in _layers(pair, first)]
+            operations = _operations(pair, dataclasses.replace(first, stage="own gradient")).values()
+            shown += layers[why.kind in ("layer", "class") and len(layers) == 1 :]
+            shown += [f"operations ({' / '.join(both)})" for both in operations if not why.kind.startswith("operation")]
+        if shown:
+            yield f"Besides the cause, as its effect, or without an effect, these differ: {_short(shown)}."
 
 
 def _odd_steps(pair: Pair, side: int, stages: Sequence[str]) -> Iterator[int]:
@@ -212,6 +226,10 @@ def _because(kind: str, left: Any = None, right: Any = None, by: str = "", **wor
     return Cause(kind, text.format(side=side, left=left, right=right, by=by, **words), remedy.strip())
 
 
+def _short(names: Iterable[str]) -> str:
+    return textwrap.shorten(", ".join(names), 300, placeholder=" ...")
+
+
 def _cause(pair: Pair, found: Difference, harmless: set[Any]) -> Cause:
     """Return the only cause that explains the first difference, or what is excluded. harmless: see `_facts`."""
     for tests in _tests(pair, found, harmless):
@@ -227,13 +245,14 @@ def _cause(pair: Pair, found: Difference, harmless: set[Any]) -> Cause:
     # What was not recorded of the stages before may differ as well.
     rest = [_REST[stage] for stage in (*before, last) if stage in _REST and stage not in equal]
     if found.stage in _NUMBERS:
-        equal += [name for stage, name in _FACTS.items() if any(pair.at(found, stage))]
+        known = [stage for stage in _FACTS if any(pair.at(found, stage))]
+        equal += [_FACTS[stage] for stage in known if stage != "layers" or not _layers(pair, found)]
         rest += ["changes of weights between the passes of a step"] * (found.number > 0)
     return _because("unknown", ", ".join(equal), "; ".join(rest) or "nothing that is known")
 
 
 def _facts(pair: Pair, found: Difference, harmless: set[Any]) -> Tests:
-    """Return the layers, random generators and operations of a value that differ. Certain ones exclude the others.
+    """Return the layer that differs and explains a value, or else random generators, or else operations.
 
     harmless: facts that had no effect on an equal value before, each with the stage of that value.
     """
@@ -241,33 +260,47 @@ def _facts(pair: Pair, found: Difference, harmless: set[Any]) -> Tests:
     if stage not in (*_NUMBERS, "buffers after the step") or not pair.same_size:
         return tests
     if stage != "loss" or pair.at(found, "output of the model") == [{}, {}]:  # else the outputs are equal
-        tests |= _layers(pair, found)
-    if stage != "buffers after the step":
+        tests = _layer(pair, found)
+    if stage != "buffers after the step" and not tests:  # else these follow
         left, right = pair.at(found, "random states")
         used = (name for name in left.keys() & right.keys() if left[name][1] or right[name][1])
         names = sorted(name for name in used if left[name][0] != right[name][0])
-        tests |= {"random-numbers": ("", " and ".join(names))} if names else {}
-        if tests.keys().isdisjoint(_CERTAIN):  # else these follow
-            tests |= _operations(pair, found)
-    tests = {kind: values for kind, values in tests.items() if (stage, kind, *values) not in harmless}
-    return {kind: tests[kind] for kind in _CERTAIN if kind in tests} or tests
+        tests = {"random-numbers": ("", " and ".join(names))} if names else _operations(pair, found)
+    return {kind: values for kind, values in tests.items() if (stage, kind, *values) not in harmless}
 
 
-def _layers(pair: Pair, found: Difference) -> Tests:
-    left, right = pair.at(found, "layers")
+def _layers(pair: Pair, found: Difference) -> dict[str, list[str]]:
+    """Return the layers that are not equal on both sides, in the order in which their calls end, the model last."""
+    made = pair.at(found, "layers")
     if pair.heads[0][0]["torch"] != pair.heads[1][0]["torch"]:  # releases show other arguments
-        left, right = ({name: re.sub(r"\(.*\)", "", made[name]) for name in made} for made in (left, right))
-    names = [name for name in left | right if left.get(name) != right.get(name)]
-    # Of another class, a layer may compute the same.
-    same_class = [name for name in names if _class(left.get(name)) == _class(right.get(name))]
-    kind, name = "layer" if same_class else "class", [*same_class, *names, ""][0]
-    shown = (made.get(name, "missing") for made in (left, right))
-    return {kind: (*shown, f"layer {name}" if name else "model")} if names else {}
+        made = [{name: re.sub(r"\(.*\)", "", side[name]) for name in side} for side in made]
+    first, second = pair.at(found, "calls")
+    both = {name: [side.get(name, "missing") for side in made] for name in [*(first | second), *made[0], *made[1]]}
+    return {name: both[name] for name in sorted(both, key="".__eq__) if both[name][0] != both[name][1]}
 
 
-def _class(layer: str | None) -> str | None:
+def _layer(pair: Pair, found: Difference) -> Tests:
+    """Return the first layer that is not equal, and whose result differs by much more than what it was given."""
+    calls = pair.at(found, "calls")
+    for name, shown in _layers(pair, found).items():
+        called = [side[name] for side in calls if name in side]
+        # A layer that one side does not have returns there what it would be given.
+        both = [*called, *([made[0]] * 2 for made in called)][:2] or [[[], []]] * 2
+        pairs = (itertools.zip_longest(*made) for made in zip(*both, strict=True))
+        given, returned = (max((difference(*made) for made in values), default=0.0) for values in pairs)
+        is_why = returned > _GROWTH * given or not name or calls == [{}, {}]  # as of a model that is compiled
+        if found.stage in ("own gradient", "buffers after the step"):  # what the forward returns is equal
+            is_why = found.name.rpartition(".")[0] == name
+        if is_why:
+            # Of another class, a layer may compute the same.
+            kind = "layer" if _class(shown[0]) == _class(shown[1]) else "class"
+            return {kind: (*shown, f"layer {name}" if name else "model")}
+    return {}
+
+
+def _class(layer: str) -> str:
     """Return the class of a layer, which is the same for SyncBatchNorm and the layers that it replaces."""
-    return re.sub(r"Sync(?=BatchNorm)|\dd?$", "", layer.partition("(")[0]) if layer else layer
+    return re.sub(r"Sync(?=BatchNorm)|\dd?$", "", layer[: layer.find("(") + 1].rstrip("("))
 
 
 def _operations(pair: Pair, found: Difference) -> Tests:
@@ -530,7 +563,7 @@ set-epoch: The {side} repeats batches that it has seen, the other side does not:
 no-sampler: On the {side}, all ranks read the same batch: the data is not divided among them.
     Give the DataLoader a DistributedSampler with the rank and the number of ranks.
 epoch-end: After equal batches, the {side} reads samples again, the other side does not: it begins an epoch.
-batch-size: The batch is {left} on the left and {right} on the right.
+batch-size: Of the batch, {name} is {left} on the left and {right} on the right.
     Compare batch sizes, drop_last, the length of the data, and what prepares it.
 sampler-state: The {side} begins with a batch of another step of the other side: one has resumed, or skips some.
     Restore the sampler's epoch and place with the weights. If the weights were not restored, pass --start-step.

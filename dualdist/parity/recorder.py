@@ -42,6 +42,7 @@ from ..core.collectives.wire import dtype_name
 from ..core.launch import detect
 from .records import WIDTH
 
+_FIRST_NUMBERS = 10_000  # of a tensor that a layer is given or returns, to record
 _LEAVE_SECONDS = 30
 """How long a rank that has recorded all steps waits for the others: one that leaves could break their last step."""
 
@@ -70,6 +71,13 @@ def fingerprint(tensor: torch.Tensor, finds_narrow: bool = False) -> list[Any]:
         norm = math.sqrt(numpy.dot(numbers, numbers))
         found = [known.hexdigest(), norm, signed.reshape(WIDTH, -1).sum(1).tolist(), kind]
     return [*found, _narrow(flat) if finds_narrow else None]
+
+
+def _passed(value: Any) -> list[Any]:
+    """Return fingerprints of what a layer is given or returns: of the first numbers, because there are many layers."""
+    with contextlib.suppress(Exception):  # as of a tensor inside vmap
+        return [fingerprint(_flat(tensor)[:_FIRST_NUMBERS]) for _, tensor in _tensors(value)]
+    return []
 
 
 def _prints(tensors: dict[Any, torch.Tensor]) -> dict[Any, Any]:
@@ -103,6 +111,14 @@ def _tensors(value: Any, path: str = "input") -> Iterator[tuple[str, torch.Tenso
     items = enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in value.items() if isinstance(value, dict) else items:
         yield from _tensors(item, f"{path}.{key}")
+
+
+@functools.cache
+def _reads_mode(kind: type[Any]) -> bool:
+    """Return whether the code of a layer reads its attribute `training`."""
+    kinds = kind.__mro__[: kind.__mro__.index(torch.nn.Module)]
+    functions = (function for base in kinds for function in vars(base).values() if inspect.isfunction(function))
+    return any("training" in function.__code__.co_names for function in functions)
 
 
 def _random_states() -> dict[str, str]:
@@ -224,9 +240,9 @@ class Recorder:
 
     record: what is written, with `values` as in records.py. params: the parameters of optimizers by their ids; names:
     of those that a module has. weights: those after the last step. early: those before the first step without a
-    backward. root: the whole model, in its forward. outputs: the operations of which its outputs are. states: of random
-    generators, before the first forward since the last backward. reads_saved: not where a script has hooks on saved
-    tensors, which may compute a forward again.
+    backward. root: the whole model, in its forward. calls: what each of its layers is given and returns, by their ids.
+    outputs: the operations of which its outputs are. states: of random generators, before the first forward since the
+    last backward. reads_saved: not where a script has hooks on saved tensors, which may compute a forward again.
     """
 
     def __init__(self, folder: Path, steps: int, rank: int, size: int) -> None:
@@ -241,6 +257,7 @@ class Recorder:
         self.weights: dict[int, Any] = {}
         self.early: dict[int, Any] = {}
         self.root: torch.nn.Module | None = None
+        self.calls: dict[int, list[Any]] = {}
         self.outputs: list[Any] = []
         self.dtypes: dict[int, str] = {}
         self.narrow: dict[int, str | None] = {}
@@ -328,17 +345,24 @@ class Recorder:
             rows = (_rows(tensor) for tensor in batch.values() if tensor.dim() and 0 < len(tensor) < 10_000)
             self.add("samples", {"": next(rows, [])}, self.forwards)
             self.states = self.states or _random_states()
-            self.root = module
+            self.root, self.calls = module, {}
             self.forwards += 1
+        elif self.root is not None:
+            self.calls.setdefault(id(module), [_passed([*args, kwargs])])
 
     @_while_training
     def see_forward_end(self, output: Any, module: torch.nn.Module, *_: Any) -> None:
         self.depth = max(0, self.depth - 1)
+        if self.root is not None and module is not self.root:
+            self.calls[id(module)] = [*self.calls.pop(id(module), [[]]), _passed(output)][:2]  # the first call
         tensors = dict(_tensors(output, ""))
         self.dtypes.update({id(module): dtype_name(tensor.dtype) for tensor in [*tensors.values()][:1]})
         if module is self.root and self.depth == 0:
-            layers = {without_wrappers(name): self.layer(made) for name, made in module.named_modules()}
+            names = {id(made): without_wrappers(name) for name, made in module.named_modules()}
+            layers = {names[id(made)]: self.layer(made) for made in module.modules()}
+            calls = {names[key]: call for key, call in self.calls.items() if names.get(key)}
             self.add("layers", layers, self.forwards - 1)
+            self.add("calls", calls, self.forwards - 1)
             self.add("output of the model", _prints(tensors), self.forwards - 1)
             self.root = None
             self.outputs = [tensor.grad_fn for tensor in tensors.values() if tensor.grad_fn is not None]
@@ -349,8 +373,8 @@ class Recorder:
         own = own if next(module.children(), None) is None else []  # its parts are layers themselves
         parameters = module.named_parameters(recurse=False)
         frozen = [f"with {name} frozen" for name, parameter in parameters if not parameter.requires_grad]
-        mode = "in training" if module.training else "in evaluation"
-        return " ".join([*own, mode, self.dtypes.get(id(module), ""), *frozen])
+        mode = [f"in {'training' if module.training else 'evaluation'}"] if _reads_mode(type(module)) else []
+        return " ".join([*own, *mode, self.dtypes.get(id(module), ""), *frozen])
 
     @_while_training
     def see_backward(self, tensors: Any, *_: Any, **__: Any) -> None:

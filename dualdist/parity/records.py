@@ -25,6 +25,7 @@ COMPARED = f"{_FIRST}|own gradient|{_LAST}|buffers after the step".split("|")
 weights before an early step: one without a backward.
 samples: a hash of each of a batch.
 layers: how each computes, besides its weights.
+calls: of each layer what it was first given and has returned, in the order in which they end.
 random states: of each generator its state, and whether the forward has changed it.
 operations: the name and numbers of each, from the loss back, with one without a name before those of the model.
 branches: signs and indices on which gradients depend.

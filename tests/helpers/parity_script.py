@@ -29,6 +29,8 @@ class Network(nn.Module):
     def __init__(self, is_plain: bool = False) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.act = nn.GELU() if fault in ("activation", "eval-activation") else nn.ReLU()
+        self.unused = nn.Dropout(0.5 if fault == "unused-offset" else 0.1)
         self.norm = nn.Identity() if is_plain else nn.BatchNorm1d(32)
         self.register_buffer("scales", torch.rand(300_000, generator=torch.Generator().manual_seed(1)))
         self.register_buffer("marker", torch.rand(3))
@@ -36,7 +38,8 @@ class Network(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         sums = self.scales.view(300, 1000).sum(1).sum() if fault == "order" else self.scales.sum()
         scale = sums / 300_000
-        hidden = self.norm(self.first(inputs)).relu()
+        inputs = inputs + 0.1 if fault == "unused-offset" else inputs
+        hidden = self.act(self.norm(self.first(inputs)))
         hidden = hidden if isinstance(self.norm, nn.Identity) else nn.functional.dropout(hidden, 0.1)
         return scale * self.last(hidden)  # type: ignore[no-any-return]
 
@@ -56,6 +59,7 @@ def main(style: str) -> None:
     if fault == "buffers":
         torch.manual_seed(0)
         model.load_state_dict(dict(Network().named_parameters()), strict=False)
+    model.train("eval" not in fault)
     if fault == "sync-bn":
         model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
     if hvd and fault not in ("params", "buffers"):

@@ -64,6 +64,10 @@ def compared(folder: Path, *arguments: str | Path) -> Any:
     [
         ("lr", 0, 0, "settings of the optimizer", "settings"),
         ("sync-bn", 0, 0, "output of the model", "layer"),
+        ("activation", 0, 0, "output of the model", "class: The layer act is ReLU()"),
+        ("eval", 0, 0, "output of the model", "layer: The layer norm is BatchNorm1d"),
+        ("eval-activation", 0, 0, "output of the model", "layer: The layer norm is BatchNorm1d"),
+        ("unused-offset", 0, 0, "output of the model", "unknown"),
         ("sampler", 0, 0, "batch", "data-order"),
         ("set-epoch", 3, 0, "batch", "set-epoch"),
         ("accumulation", 0, 0, "loss", "scale"),
@@ -81,7 +85,10 @@ def test_a_fault_is_found_where_it_begins_and_named(
     result = compared(tmp_path, "--against", record("dualdist"), "--right", cell, SCRIPT, "dualdist")
     first = result["first"]
     assert (first["step"], first["rank"], first["stage"]) == (step, rank, stage)
-    assert result["cause"]["kind"] == kind
+    kind, _, words = kind.partition(": ")
+    assert result["cause"]["kind"] == kind and words in result["cause"]["text"]
+    # A second change is not left out.
+    assert any("layer act" in note for note in result["notes"]) == (fault == "eval-activation")
 
 
 @pytest.mark.only_ci

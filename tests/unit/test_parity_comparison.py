@@ -23,7 +23,7 @@ from dualdist.parity.records import COMPARED, difference
 WEIGHTS, BUFFERS, OUTSIDE, BATCH, OUTPUT, TARGETS, LOSS, OWN, *IN_STEP = COMPARED
 REDUCED, SETTINGS, STATE, NEW_WEIGHTS, NEW_BUFFERS = IN_STEP
 EARLY, SAMPLES, LAYERS, RANDOM = "weights before an early step", "samples", "layers", "random states"
-OPERATIONS, BRANCHES, COLLECTIVE = "operations", "branches", "collective"
+OPERATIONS, BRANCHES, COLLECTIVE, CALLS = "operations", "branches", "collective", "calls"
 STEPS, PASSES = 4, 2
 Record = dict[str, Any]
 Fault = Callable[[Record], None]
@@ -37,6 +37,11 @@ def numbers(seed: int) -> torch.Tensor:
 def values(seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> list[Any]:
     """Return the fingerprint of a tensor."""
     return fingerprint((numbers(seed) * scale).to(dtype), True)
+
+
+def call(given: int, returned: int) -> list[Any]:
+    """Return what a layer was given and has returned."""
+    return [[values(given)], [values(returned)]]
 
 
 def own(step: int, number: int, rank: int) -> torch.Tensor:
@@ -60,14 +65,15 @@ def record(size: int = 2) -> Record:
     """Return a record with one tensor of each kind."""
     ranks = []
     for rank in range(size):
-        entries: list[Any] = [[-1, WEIGHTS, 0, {"w": values(1)}], [-1, BUFFERS, 0, {"b": values(2)}]]
+        entries: list[Any] = [[-1, WEIGHTS, 0, {"w": values(1)}], [-1, BUFFERS, 0, {"norm.mean": values(2)}]]
         for step in range(STEPS):
             for number in range(PASSES):
                 key = 1000 + 100 * step + 10 * number + rank
                 entries += [
                     [step, BATCH, number, {"input.0": values(key)}],
                     [step, SAMPLES, number, {"": sampled(step, number, rank)}],
-                    [step, LAYERS, number, {"": "in training", "norm": "BatchNorm(momentum=0.1)"}],
+                    [step, LAYERS, number, {"": "float32", "first": "Linear()", "norm": "BatchNorm(momentum=0.1)"}],
+                    [step, CALLS, number, {"first": call(key, key + 6), "norm": call(key + 6, key + 7)}],
                     [step, OUTPUT, number, {"": values(key + 7)}],
                     [step, OPERATIONS, number, {"": [["Div", {"other": 2.0}], ["", {}], ["Relu", {}]]}],
                     [step, BRANCHES, number, {"2:Relu": fingerprint(numbers(key) > 0)}],
@@ -81,11 +87,11 @@ def record(size: int = 2) -> Record:
                 [step, SETTINGS, 0, {"betas of group 0": "(0.9, 0.999)", "lr of group 0": 0.1}],
                 [step, STATE, 0, {"momentum of w": values(5000 + step)}],
                 [step, NEW_WEIGHTS, 0, {"w": values(3000 + step)}],
-                [step, NEW_BUFFERS, 0, {"b": values(4000 + step)}],
+                [step, NEW_BUFFERS, 0, {"norm.mean": values(4000 + step)}],
             ]
         head = {"summing_error": 1e-7, "threads": 1, "torch": "2.15", "device": "cpu"}
         ranks.append(head | {"rank": rank, "values": entries, "steps": STEPS})
-    return {"cell": "cell", "steps": 100, "seconds": 1.0, "warnings": [], "ranks": ranks, "format": 3}
+    return {"cell": "cell", "steps": 100, "seconds": 1.0, "warnings": [], "ranks": ranks, "format": 4}
 
 
 def put(changed: Record, step: int, stage: str, value: Any, rank: int | None = None, number: int = 0) -> None:
@@ -172,11 +178,30 @@ def other_generators(changed: Record) -> None:
     put(changed, 2, OUTPUT, values(6), 1)
 
 
-def betas(changed: Record) -> None:
-    for rank in changed["ranks"]:
-        for step, stage, _, settings in rank["values"]:
-            if (step, stage) == (2, SETTINGS):
-                settings["betas of group 0"] = "(0.9, 0.99)"
+def changing(stage: str, change: Callable[[dict[str, Any]], Any], step: int | None = None) -> Fault:
+    """Return what changes the entries of a stage, in a step or in all."""
+
+    def plant(changed: Record) -> None:
+        for rank in changed["ranks"]:
+            for at, entry_stage, _, entry in rank["values"]:
+                if entry_stage == stage and step in (None, at):
+                    change(entry)
+
+    return plant
+
+
+def layers(**made: str) -> Fault:
+    return changing(LAYERS, lambda entry: entry.update(made))
+
+
+def output(norm: list[Any], **calls: list[Any]) -> Fault:
+    """Return what changes the first output of rank 0, and what its layer `norm` was given and has returned."""
+
+    def plant(changed: Record) -> None:
+        put(changed, 0, OUTPUT, W9, 0)
+        next(entry for entry in changed["ranks"][0]["values"] if entry[:3] == [0, CALLS, 0])[3].update(calls, norm=norm)
+
+    return plant
 
 
 def reads(step: int, batch: int, samples: int) -> Fault:
@@ -202,7 +227,10 @@ def overflow(changed: Record) -> None:
 W9, MEAN = values(9), (own_sum(1, 0) + own_sum(1, 1)) / 2
 FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
     "learning rate": (every(SETTINGS, lambda *_: 0.2), 0, 0, SETTINGS, "settings: number of processes"),
-    "betas": (betas, 2, 0, SETTINGS, "settings"),
+    "betas": (
+        changing(SETTINGS, lambda entry: entry.update({"betas of group 0": "(0.9, 0.99)"}), 2),
+        *(2, 0, SETTINGS, "settings"),
+    ),
     "early step": (
         all_of(putting(-1, WEIGHTS, values(1, 1 - 1e-7)), adding(-1, EARLY, values(1))),
         *(-1, 0, WEIGHTS, "early-step"),
@@ -217,9 +245,35 @@ FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
     "shape": (putting(-1, WEIGHTS, fingerprint(torch.ones(3))), -1, 0, WEIGHTS, "parameters"),
     "parameters": (putting(-1, WEIGHTS, W9, 1), -1, 1, WEIGHTS, "no-broadcast"),
     "SyncBatchNorm": (
-        all_of(every(LAYERS, lambda *_: "SyncBatchNorm() in training"), putting(0, OUTPUT, W9, 0)),
-        *(0, 0, OUTPUT, "layer: SyncBatchNorm"),
+        all_of(every(LAYERS, lambda *_: "SyncBatchNorm() in training"), output(call(1006, 9))),
+        *(0, 0, OUTPUT, "layer: The layer norm is "),
     ),
+    "eval()": (
+        all_of(layers(first="Linear(p=0.1)", norm="BatchNorm(momentum=0.1) in evaluation"), output(call(1006, 9))),
+        *(0, 0, OUTPUT, "layer: The layer norm is "),
+    ),
+    "activation": (all_of(layers(norm="GELU()"), output(call(1006, 9))), 0, 0, OUTPUT, "class: GELU()"),
+    "one layer more": (
+        all_of(layers(more="Tanh()"), output(call(1006, 1007), more=call(1007, 9))),
+        *(0, 0, OUTPUT, "class: The layer more is "),
+    ),
+    "an unused layer and an offset in the forward": (
+        all_of(layers(unused="Dropout(p=0.1)"), output(call(8, 9))),
+        *(0, 0, OUTPUT, "unknown"),
+    ),
+    "a layer without an effect and an offset in the forward": (
+        all_of(layers(first="Linear(p=0.1)"), output(call(8, 9))),
+        *(0, 0, OUTPUT, "unknown"),
+    ),
+    "a layer after an offset in the forward": (
+        all_of(layers(norm="BatchNorm(momentum=0.2)"), output(call(8, 9))),
+        *(0, 0, OUTPUT, "unknown: initial weights, batch, operations"),
+    ),
+    "frozen parameter": (
+        all_of(layers(**{"": "float32 with w frozen"}), changing(OWN, lambda entry: entry.pop("w"))),
+        *(0, 0, OWN, "layer: The model is "),
+    ),
+    "a hook on gradients": (all_of(layers(norm="BatchNorm(momentum=0.2)"), putting(0, OWN, W9)), 0, 0, OWN, "unknown"),
     "momentum of BatchNorm": (
         all_of(every(LAYERS, lambda *_: "BatchNorm(momentum=0.2) in training"), putting(0, NEW_BUFFERS, W9)),
         *(0, 0, NEW_BUFFERS, "layer"),
@@ -441,6 +495,7 @@ def test_releases_of_torch_may_show_other_arguments_and_settings() -> None:
             if entry[1] == SETTINGS:
                 entry[3]["new of group 0"] = False
     put(other, 0, OUTPUT, near(numbers(1007), 2e-7), 0)
+    put(other, 0, CALLS, [[values(1006)], [near(numbers(1007), 2e-7)]], 0)
     assert compare(record(), other, 1e-4).first is not None
     set_all(other, torch="2.16")
     assert compare(record(), other, 1e-4).first is None
@@ -502,7 +557,7 @@ def resumed(step: int) -> Record:
     found = record()
     for rank in found["ranks"]:
         kept = [entry for entry in rank["values"] if entry[0] >= step]
-        initial = [[-1, WEIGHTS, 0, {"w": values(2999 + step)}], [-1, BUFFERS, 0, {"b": values(3999 + step)}]]
+        initial = [[-1, WEIGHTS, 0, {"w": values(2999 + step)}], [-1, BUFFERS, 0, {"norm.mean": values(3999 + step)}]]
         rank["values"] = [*initial, *([entry[0] - step, *entry[1:]] for entry in kept)]
     return found
 
@@ -524,6 +579,20 @@ def test_a_resumed_run_is_compared_from_its_first_step_on(is_left: bool) -> None
         put(other, 0, SAMPLES, [f"{rank}a", f"{rank}b"], rank)
     cause = compare(*((other, record()) if is_left else (record(), other)), 0.0).cause
     assert cause is not None and cause.kind == "sampler-state"
+
+
+def test_what_differs_besides_the_cause_is_a_note() -> None:
+    other = record()
+    all_of(layers(first="GELU()", norm="BatchNorm(momentum=0.1) in evaluation"), output(call(9, 8)))(other)
+    next(e for e in other["ranks"][0]["values"] if e[:3] == [0, CALLS, 0])[3]["first"] = call(1000, 9)
+    every(SETTINGS, lambda *_: 0.2, 1)(other)
+    every(OPERATIONS, lambda *_: [["Div", {"other": 2.0}], ["", {}], ["Gelu", {}]])(other)
+    result = compare(record(), other, 0.0)
+    assert result.cause is not None and result.cause.text.startswith("The layer first is Linear() on the left")
+    assert result.notes == [
+        "Besides the cause, as its effect, or without an effect, these differ: "
+        "lr of group 0 (step 1), layer first, layer norm, operations (Relu() / Gelu())."
+    ]
 
 
 def test_the_step_with_which_a_run_resumes_can_be_given() -> None:
