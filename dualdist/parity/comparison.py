@@ -348,8 +348,8 @@ def _tests(pair: Pair, found: Difference, harmless: set[Any]) -> Iterator[Tests]
     elif stage == "settings of the optimizer":
         yield {"settings": _settings(pair, found)}
     elif stage == "state of the optimizer":
-        early = [any(made for *_, made in pair.of(side, "weights before an early step")) for side in (0, 1)]
-        yield {"early-step": early} if is_begin else {}
+        early = [[*pair.of(side, "weights before an early step", found.step - 1)] for side in (0, 1)]
+        yield {"early-step": [any(made for *_, made in of) for of in early]} if is_begin else {}
         yield {"optimizer-state": (0, 1)}
     elif stage == "weights before the forward":
         yield {"outside": [values[0] != {}, values[1] != {}]}
@@ -392,7 +392,8 @@ def _of_batch(pair: Pair, found: Difference) -> Iterator[Tests]:
         return  # another argument of the forward differs, which the samples do not show
     yield {"no-sampler": [not is_split for is_split in _split(pair, found)]}
     others = [[samples for at, own, samples in side if at != step and own == rank] for side in read]
-    yield {"sampler-state": [batch[0] in others[1], batch[1] in others[0]]} if step == pair.begin else {}
+    moved = [batch[0] in others[1], batch[1] in others[0]]
+    yield {"sampler-state": pair.resumed if all(moved) else moved} if step == pair.begin else {}
     in_step = [Counter(one for at, _, samples in side if at == step for one in samples) for side in read]
     yield {"division": (0, in_step[0] == in_step[1])}
     before = [[(own, samples) for at, own, samples in side if at < step] for side in read]

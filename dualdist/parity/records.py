@@ -92,6 +92,10 @@ class Pair:
             [_shifted(rank["values"], shift, self.begin, end) for rank in ranks]
             for ranks, shift in zip(self.heads, shifts, strict=True)
         ]
+        self.resumed = [shift > 0 for shift in shifts]
+        """Whether a side has the steps before from the other, whose training it continues."""
+        for own, other in zip(*self.sides[:: -1 if shifts[0] else 1], strict=False):
+            other |= {key: values for key, values in own.items() if key[0] in range(self.begin)} | other
         made = [{key[0] for _, key, _ in self.of(side, "weights after the step")} for side in (0, 1)]
         steps = [step for step in sorted(made[0] & made[1]) if step >= self.begin]
         self.losses = [[self._loss(side, step) for side in (0, 1)] for step in steps]
@@ -149,12 +153,16 @@ def _of_values(key: Key, rank: int, left: Values, right: Values) -> Iterator[Dif
 
 def _starts(sides: Sequence[Sequence[Any]]) -> list[int]:
     """Return with which step of the whole training each side begins: a resumed one has weights of the other."""
-    stages = ("initial weights", "weights after the step")
-    made = [[(step, hashes(values)) for step, stage, _, values in side if stage in stages] for side in sides]
+    made = [{(step, stage, number): values for step, stage, number, values in side} for side in sides]
     begins = []
-    for side in (0, 1):
-        initial = made[side][0][1]
-        begins.append(next((step + 1 for step, weights in made[1 - side] if weights == initial), 0))
+    for one, other in (made, made[::-1]):
+        initial = one[-1, "initial weights", 0]
+        stages = ("initial weights", "weights after the step")
+        weights = (key for key, values in other.items() if key[1] in stages and values == initial)
+        # Of several, as after steps with a rate of 0, that from which on most is equal.
+        first = [(key, values) for key, values in one.items() if key[0] == 0]
+        same = {at + 1: sum(other.get((at + 1, *key[1:])) == values for key, values in first) for at, *_ in weights}
+        begins.append(max(same, key=same.__getitem__, default=0))
     return [0, begins[1]] if begins[1] else [begins[0], 0]
 
 

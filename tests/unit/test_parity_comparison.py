@@ -581,6 +581,43 @@ def test_a_resumed_run_is_compared_from_its_first_step_on(is_left: bool) -> None
     assert cause is not None and cause.kind == "sampler-state"
 
 
+def samples_of(other: Record, begin: int, sampled: Callable[[int, int, int], list[str]]) -> None:
+    """Let a run that resumes before step `begin` read these samples: sampled(step, number, rank)."""
+    every(SAMPLES, lambda step, number, rank: sampled(step + begin, number, rank))(other)
+    every(BATCH, lambda *place: values(hash(place)))(other)
+
+
+def test_a_resumed_run_has_read_what_was_read_before() -> None:
+    def in_another_order(step: int, number: int, rank: int) -> list[str]:
+        """Return half of the samples of each step of the epoch."""
+        return [sampled(step, number, rank)[0], sampled(5 - step, number, rank)[1]]
+
+    def again(step: int, number: int, rank: int) -> list[str]:
+        return sampled(step - 1, number, rank)
+
+    for begin, read, kind in ((2, in_another_order, "data-order"), (1, again, "sampler-state")):
+        other = resumed(begin)
+        samples_of(other, begin, read)
+        result = compare(record(), other, 0.0)
+        assert result.begin == begin and result.cause is not None and result.cause.kind == kind
+
+
+def test_of_several_steps_with_the_same_weights_a_run_resumes_where_most_is_equal() -> None:
+    """As after steps with a rate of 0."""
+    whole = record()
+    put(whole, 1, NEW_WEIGHTS, values(3002))
+    result = compare(whole, resumed(3), 0.0)
+    assert (result.begin, result.first) == (3, None)
+
+
+def test_an_early_step_of_the_whole_run_is_not_one_of_the_resumed_run() -> None:
+    whole, other = record(), resumed(2)
+    adding(-1, EARLY, W9)(whole)
+    put(other, 0, STATE, W9)
+    cause = compare(whole, other, 0.0).cause
+    assert cause is not None and cause.kind == "optimizer-state"
+
+
 def test_what_differs_besides_the_cause_is_a_note() -> None:
     other = record()
     all_of(layers(first="GELU()", norm="BatchNorm(momentum=0.1) in evaluation"), output(call(9, 8)))(other)
