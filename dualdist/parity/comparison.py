@@ -338,6 +338,8 @@ def _tests(pair: Pair, found: Difference, harmless: set[Any]) -> Iterator[Tests]
     if stage in ("initial weights", "initial buffers"):
         yield from _of_start(pair, found)
         return
+    stepped = pair.at(dataclasses.replace(found, number=0), "weights after the step")
+    yield {"other-optimizer": [_short(made) for made in stepped]} if all(stepped) else {}
     yield from _of_passes(pair, found)
     if stage == "batch":
         yield from _of_batch(pair, found)
@@ -591,6 +593,8 @@ operations: The forward or loss computes {left} on the left, where the right com
     Compare the loss function, its scale, and the code of the forward.
 scale: The loss of the left is {left:.6g} times that of the right, and so are all gradients: it is scaled{by}.
     Compare the scale of the loss: GradScaler, weights, `reduction`, or a division by passes or samples.
+other-optimizer: In this step, the optimizer of the left has the parameters {left}, and that of the right {right}.
+    Compare how often each optimizer makes a step.
 number-of-passes: The left makes {left} backward passes in {by}, and the right {right}.
     Accumulate over the same number of passes on both sides, and skip the same steps.
 number-of-steps: After {found.step} steps one side ends: other lengths of the data, or a step that a GradScaler skipped.

@@ -274,6 +274,10 @@ FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
         *(0, 0, OWN, "layer: The model is "),
     ),
     "a hook on gradients": (all_of(layers(norm="BatchNorm(momentum=0.2)"), putting(0, OWN, W9)), 0, 0, OWN, "unknown"),
+    "a step of another optimizer": (
+        all_of(changing(NEW_WEIGHTS, lambda entry: entry.update(v=entry.pop("w")), 2), reads(2, 17, 0)),
+        *(2, 0, BATCH, "other-optimizer"),
+    ),
     "momentum of BatchNorm": (
         all_of(every(LAYERS, lambda *_: "BatchNorm(momentum=0.2) in training"), putting(0, NEW_BUFFERS, W9)),
         *(0, 0, NEW_BUFFERS, "layer"),
