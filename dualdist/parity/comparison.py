@@ -320,9 +320,8 @@ def _operations(pair: Pair, found: Difference) -> Tests:
 
 
 def _same_operation(left: Any, right: Any) -> bool:
-    pairs = [(left[1][name], right[1][name]) for name in left[1].keys() & right[1].keys()]
-    same = [one == other or math.isclose(one, other, rel_tol=1e-5) for one, other in pairs]
-    return left[0] == right[0] and all(same)
+    pairs = ((left[1][name], right[1][name]) for name in left[1].keys() & right[1].keys())
+    return left[0] == right[0] and all(math.isclose(*both, rel_tol=1e-5) for both in pairs)
 
 
 def _shown(operations: Sequence[Any]) -> str:
@@ -339,7 +338,7 @@ def _tests(pair: Pair, found: Difference, harmless: set[Any]) -> Iterator[Tests]
         yield from _of_start(pair, found)
         return
     stepped = pair.at(dataclasses.replace(found, number=0), "weights after the step")
-    yield {"other-optimizer": [_short(made) for made in stepped]} if all(stepped) else {}
+    yield {"other-optimizer": [_short(sorted(made)) for made in stepped]} if all(stepped) else {}
     yield from _of_passes(pair, found)
     if stage == "batch":
         yield from _of_batch(pair, found)
@@ -418,7 +417,10 @@ def _of_numbers(pair: Pair, found: Difference, harmless: set[Any]) -> Iterator[T
         left, right = (Counter(sample for *_, values in side for sample in values[""]) for side in entries)
         yield {"rank-part": (0, left == right)}
         yield {"global-batch": (0, 1)}
-    yield {"targets": (0, found.stage == "targets")}
+    if found.stage == "targets":  # of another shape where the loss broadcasts them
+        left, right = _kinds(pair, found)
+        of_loss = dataclasses.replace(found, stage="loss")
+        yield {"targets": (0, 1)} if left == right else _facts(pair, of_loss, harmless)
     factor = _scale(pair, found)
     passes = sum(rank == found.rank for rank, *_ in pair.of(0, "loss", found.step))
     yield {"scale": (factor, 1, f" by the number of passes, {passes}" * _is_factor(factor, passes))}

@@ -370,7 +370,9 @@ class Recorder:
     def layer(self, module: torch.nn.Module) -> str:
         """Return what makes a layer compute what it does, besides its weights."""
         own = [type(module).__name__ + re.sub(r",? ?inplace=\w+", "", f"({module.extra_repr()})")]
-        own = own if next(module.children(), None) is None else []  # its parts are layers themselves
+        if next(module.children(), None) is not None:  # its parts are layers themselves
+            numbers = vars(module).items() if type(module).__module__.startswith("torch.nn.") else ()
+            own = [f"{name}={it}" for name, it in numbers if isinstance(it, int | float) and name != "training"]
         parameters = module.named_parameters(recurse=False)
         frozen = [f"with {name} frozen" for name, parameter in parameters if not parameter.requires_grad]
         mode = [f"in {'training' if module.training else 'evaluation'}"] if _reads_mode(type(module)) else []

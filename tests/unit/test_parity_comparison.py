@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from dualdist.cli import main
 from dualdist.errors import ConfigurationError
 from dualdist.parity.command import parse_cell
 from dualdist.parity.comparison import _CAUSES, compare
-from dualdist.parity.recorder import _operations, fingerprint
+from dualdist.parity.recorder import Recorder, _operations, fingerprint
 from dualdist.parity.records import COMPARED, difference
 
 WEIGHTS, BUFFERS, OUTSIDE, BATCH, OUTPUT, TARGETS, LOSS, OWN, *IN_STEP = COMPARED
@@ -307,6 +308,13 @@ FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
     ),
     "NaN in a batch": (putting(2, BATCH, values(5, math.nan), 1), 2, 1, BATCH, "overflow"),
     "targets": (putting(1, TARGETS, W9), 1, 0, TARGETS, "targets"),
+    "broadcast targets": (
+        all_of(
+            every(OPERATIONS, lambda *_: [["Mse", {}], ["", {}], ["Relu", {}]]),
+            putting(0, TARGETS, fingerprint(torch.ones(20))),
+        ),
+        *(0, 0, TARGETS, "operations"),
+    ),
     "loss": (
         all_of(every(OPERATIONS, lambda *_: [["Mse", {}], ["", {}], ["Relu", {}]]), putting(0, LOSS, 7.0)),
         *(0, 0, LOSS, "operations"),
@@ -408,6 +416,15 @@ def test_the_text_for_an_unknown_cause_says_what_is_excluded() -> None:
     put(other, 1, OUTPUT, W9)
     cause = compare(record(), other, 1e-4).cause
     assert cause is not None and "initial weights, batch, layers, operations (with" in cause.text
+
+
+def test_the_order_of_an_optimizers_parameters_is_no_cause() -> None:
+    left, right = record(), record()
+    changing(NEW_WEIGHTS, lambda entry: entry.update(v=W9))(left)
+    changing(NEW_WEIGHTS, lambda entry: entry.update(v=W9, w=entry.pop("w")))(right)
+    every(SETTINGS, lambda *_: 0.2)(right)
+    cause = compare(left, right, 1e-4).cause
+    assert cause is not None and cause.kind == "settings"
 
 
 def test_what_was_not_recorded_is_not_excluded() -> None:
@@ -720,6 +737,14 @@ def test_a_fingerprint_sees_dtype_shape_and_what_is_not_finite() -> None:
     assert fingerprint(torch.tensor(2.0).expand(1)) == fingerprint(torch.tensor([2.0]))
     assert fingerprint(torch.tensor([0.1]), True)[4] is None
     assert fingerprint(torch.tensor([0.5]), True)[4] == "bfloat16"
+
+
+def test_a_layer_has_a_mode_where_its_code_reads_it_and_its_arguments_if_it_is_of_torch(tmp_path: Path) -> None:
+    layer = Recorder(tmp_path, 1, 0, 1).layer
+    attention = torch.nn.MultiheadAttention(4, 2, dropout=0.25)
+    assert {"num_heads=2", "dropout=0.25", "in training"} <= {*re.split("(?<!in) ", layer(attention))}
+    assert layer(torch.nn.Dropout(0.1).eval()) == "Dropout(p=0.1) in evaluation "
+    assert "training" not in layer(torch.nn.Linear(2, 2)) + layer(torch.nn.Sequential(torch.nn.Dropout()))
 
 
 def test_operations_have_their_numbers_targets_and_branches() -> None:
