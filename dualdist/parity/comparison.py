@@ -177,8 +177,8 @@ def _notes(pair: Pair, first: Difference | None, least: Difference | None, why: 
         text = f"differ first in step {found.step}, rank {found.rank}, call {found.number}"
         yield f"The script's collectives {text}: {one} on the left, {other} on the right."
     if first and why:
-        differing = pair.differences(["settings of the optimizer"])
-        settings = [one for one in differing if one.size and one.name and one != first]
+        of_optimizer = list(pair.differences(["settings of the optimizer"]))
+        settings = [one for one in of_optimizer if one.size and one.name and one != first]
         shown = [f"{one.name} (step {one.step})" for one in settings if one.key == settings[0].key and not one.rank]
         if pair.same_size:
             layers = [f"layer {name}" if name else "the model" for name in _layers(pair, first)]
@@ -418,9 +418,8 @@ def _of_numbers(pair: Pair, found: Difference, harmless: set[Any]) -> Iterator[T
         yield {"rank-part": (0, left == right)}
         yield {"global-batch": (0, 1)}
     if found.stage == "targets":  # of another shape where the loss broadcasts them
-        left, right = _kinds(pair, found)
-        of_loss = dataclasses.replace(found, stage="loss")
-        yield {"targets": (0, 1)} if left == right else _facts(pair, of_loss, harmless)
+        shapes, of_loss = _kinds(pair, found), dataclasses.replace(found, stage="loss")
+        yield {"targets": (0, 1)} if shapes[0] == shapes[1] else _facts(pair, of_loss, harmless)
     factor = _scale(pair, found)
     passes = sum(rank == found.rank for rank, *_ in pair.of(0, "loss", found.step))
     yield {"scale": (factor, 1, f" by the number of passes, {passes}" * _is_factor(factor, passes))}

@@ -369,13 +369,14 @@ class Recorder:
 
     def layer(self, module: torch.nn.Module) -> str:
         """Return what makes a layer compute what it does, besides its weights."""
-        own = [type(module).__name__ + re.sub(r",? ?inplace=\w+", "", f"({module.extra_repr()})")]
+        kind: Any = type(module)
+        own = [kind.__name__ + re.sub(r",? ?inplace=\w+", "", f"({module.extra_repr()})")]
         if next(module.children(), None) is not None:  # its parts are layers themselves
-            numbers = vars(module).items() if type(module).__module__.startswith("torch.nn.") else ()
+            numbers = vars(module).items() if kind.__module__.startswith("torch.nn.") else ()
             own = [f"{name}={it}" for name, it in numbers if isinstance(it, int | float) and name != "training"]
         parameters = module.named_parameters(recurse=False)
         frozen = [f"with {name} frozen" for name, parameter in parameters if not parameter.requires_grad]
-        mode = [f"in {'training' if module.training else 'evaluation'}"] if _reads_mode(type(module)) else []
+        mode = [f"in {'training' if module.training else 'evaluation'}"] if _reads_mode(kind) else []
         return " ".join([*own, *mode, self.dtypes.get(id(module), ""), *frozen])
 
     @_while_training
