@@ -35,6 +35,13 @@ class WrappedState(OrderedDict[str, Any]):
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default
 
+    def copy(self) -> WrappedState:
+        made = WrappedState(self)
+        made.__dict__.update(self.__dict__)
+        return made
+
+    __copy__ = copy  # otherwise copy.copy would do as pickle
+
     def __deepcopy__(self, memo: dict[int, Any]) -> WrappedState:
         made = WrappedState((name, copy.deepcopy(value, memo)) for name, value in self.items())
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))

@@ -78,6 +78,16 @@ def test_names_in_the_state_are_those_of_the_module_tree() -> None:
 
 
 @everywhere
+def test_a_shallow_copy_of_the_state_has_the_names_of_the_state() -> None:
+    wrapped: Any = hvd.DistributedDataParallel(make_model())
+    state = wrapped.state_dict()
+    for copied in (copy.copy(state), state.copy()):
+        assert list(copied) == list(state)
+        assert all(copied[name] is value for name, value in state.items())
+        assert list(through_a_file(copied)) == list(wrapped.module.state_dict())
+
+
+@everywhere
 def test_files_have_bare_names_and_load_with_and_without_the_wrapper() -> None:
     wrapped: Any = hvd.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     saved = through_a_file(wrapped.state_dict())
