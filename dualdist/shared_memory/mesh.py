@@ -31,6 +31,10 @@ from ..errors import HorovodInternalError
 PAGE_BYTES = 4096
 _BOX_BYTES, _MOST_BYTES = 8 << 20, 16 << 20
 """Larger boxes do not fit the cache of a core. All boxes of a set together take at most `_MOST_BYTES`."""
+_MAP_FIXED = 0x10
+_mmap = ctypes.CDLL(None).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
 
 
 def box_bytes(size: int) -> int:
@@ -82,6 +86,8 @@ class Memory:
         self._released: deque[tuple[int, int]] = deque()
         """Ranges to be added to `_free`. Destructors run at any time, also inside `zeros`."""
         self._process_id = os.getpid()
+        self._descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self._descriptor)
 
     def zeros(self, length: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return zeros in this member's arena, ((length,), dtype); None when the arena is full. Not thread-safe."""
@@ -102,6 +108,18 @@ class Memory:
         if os.getpid() == self._process_id:
             self._map.madvise(mmap.MADV_REMOVE, start, num_bytes)
             self._released.append((start, num_bytes))
+
+    def abandon(self) -> None:
+        """In a forked process: what it writes to its gradients no longer changes those of its parent.
+
+        If the system accounts for memory strictly, and has not enough, they become read-only: a write ends the process.
+        """
+        start = self._arenas_start + self._place * self._arena_bytes
+        address = self._bytes.data_ptr() + start
+        for protection in (mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ):
+            flags = mmap.MAP_PRIVATE | _MAP_FIXED
+            if _mmap(address, self._arena_bytes, protection, flags, self._descriptor, start) == address:
+                return
 
     def place_of(self, tensor: torch.Tensor) -> int:
         """Return where in this member's arena `tensor` starts, in bytes; -1 for elsewhere."""

@@ -144,6 +144,19 @@ def test_what_a_rank_would_have_collected_is_not_collected_in_a_forked_process()
 
 
 @everywhere
+def test_what_a_forked_process_writes_to_gradients_stays_there() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    (weight * (hvd.rank() + 1)).sum().backward()
+    grad, mean = weight.grad, (hvd.size() + 1) / 2
+    assert grad is not None
+    assert in_fork(lambda: grad.mul_(100).unique().tolist()) == [100 * mean]
+    assert grad.unique().tolist() == [mean]
+    optimizer.step()
+    check_next_calls_work()
+
+
+@everywhere
 def test_asynchronous_calls_outlive_a_fork() -> None:
     handle = hvd.allreduce_async(torch.ones(100_000), op=hvd.Sum)
     in_fork(lambda: None)
