@@ -73,6 +73,40 @@ def test_gradients_are_decompressed(compression: type[Compressor] | Compressor) 
                 assert weight.tolist() == [-total] * weight.numel()  # exact: few bits
 
 
+class Halving(Compressor):
+    """Sends the left half of a matrix, and all of other gradients in units of their largest number; not of none."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        if tensor.dim() == 2:
+            return tensor.chunk(2, dim=1)[0].double(), None
+        return tensor / tensor.max(), tensor.max()
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        if ctx is None:
+            return torch.cat([tensor, torch.zeros_like(tensor)], dim=1).float()
+        scaled: torch.Tensor = tensor * ctx
+        return scaled
+
+
+@everywhere
+def test_a_compressor_of_the_user_gets_each_gradient_in_its_shape() -> None:
+    """As in Horovod (horovod/torch/optimizer.py:189): what it does may depend on the shape and all numbers of one."""
+    shapes: list[tuple[int, ...]] = [(2, 4), (3,), (4, 2), (0,), ()]
+    given: list[dict[str, Any]] = [{}, {"groups": 2}, {"sparse_as_dense": True}]
+    for options in given:
+        weights = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        weights[2].data = torch.zeros(2, 4).t()  # another layout
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression=Halving, **options)
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.stack([((place + 1) * weight).sum() for place, weight in enumerate(weights)]).sum().backward()
+            optimizer.step()
+        halves = [[-2.0, -2.0, 0.0, 0.0]] * 2, [[-6.0, 0.0]] * 4
+        assert [weight.tolist() for weight in weights] == [halves[0], [-4.0] * 3, halves[1], [], -10.0]
+
+
 class Remembering:
     """Counts, in an instance, how often it has compressed and decompressed."""
 

@@ -145,7 +145,8 @@ class Layout:
         """Return the buckets if they follow this order of arrival."""
         options = self.options
         as_ddp = options.comm_hook is not None  # each call of a hook costs more than what smaller buckets hide
-        sizes = options.groups, options.bucket_cap_mb
+        # A compressor of the user gets each gradient by itself, in its shape, as from Horovod.
+        sizes = options.groups if options.only_casts else [], options.bucket_cap_mb
         return lay_out(self.params, self._sparse, *sizes, order, as_ddp=as_ddp)
 
     def start_over(self) -> None:

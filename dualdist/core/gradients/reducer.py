@@ -350,18 +350,23 @@ class Reducer:
 
     def _allreduce(self, channel: Channel, place: int, memory: BucketMemory) -> SentBucket:
         """Start the allreduce of a bucket."""
-        options, flat = self.options, memory.flat
-        compressed, context = options.compression.compress(flat)
-        dtype = compressed.dtype
-        wire, work = self._start(channel, compressed, f"{self._id}.{place}", memory)
+        options, flat, grad = self.options, memory.flat, None
+        compressed, context = flat, None
+        if options.only_casts:
+            compressed, context = options.compression.compress(flat)
+        elif (view := self.layout.buckets[place].slots[0].view(flat)).numel():  # see Layout.buckets_in
+            compressed, context = options.compression.compress(grad := view)
+        dtype, shape = compressed.dtype, compressed.shape
+        wire, work = self._start(channel, compressed.reshape(-1), f"{self._id}.{place}", memory)
         if not isinstance(work, FailedWork):
             work = self._recorded(channel, place, memory, work)
 
         def combined(factor: float) -> torch.Tensor:
             scale_(wire, factor)
-            if options.only_casts:
+            if grad is None:
                 return wire
-            return options.compression.decompress(wire.to(flat.device, dtype), context)
+            grad.copy_(options.compression.decompress(wire.to(flat.device, dtype).view(shape), context))
+            return flat
 
         return SentBucket(memory, work, combined)
 
