@@ -107,6 +107,16 @@ def test_a_compressor_of_the_user_gets_each_gradient_in_its_shape() -> None:
         assert [weight.tolist() for weight in weights] == [halves[0], [-4.0] * 3, halves[1], [], -10.0]
 
 
+@everywhere
+def test_groups_without_a_parameter_of_the_optimizer_are_left_out() -> None:
+    given: list[list[list[torch.Tensor]]] = [[], [[]], [[nn.Parameter(torch.zeros(2))]]]
+    for groups in given:
+        weights = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), groups=groups)
+        step(optimizer, *weights)
+        assert [weight.tolist() for weight in weights] == [[-mean()] * 2, [-mean()] * 3]
+
+
 class Remembering:
     """Counts, in an instance, how often it has compressed and decompressed."""
 

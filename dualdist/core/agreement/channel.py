@@ -336,9 +336,9 @@ class Channel:
         """
         if self._pending or not self._running.acquire(blocking=False):
             return self._enqueue(request).get()
-        self._add(request)
-        self._own = request
         try:
+            self._add(request)
+            self._own = request
             while not request.ended:
                 oldest = self._pending[0]
                 self._guard.run(self.observer, oldest.call, self._run_round, oldest)

@@ -135,7 +135,7 @@ class Layout:
             ("prescale_factor", options.reduction.prescale_factor),
             ("postscale_factor", options.reduction.postscale_factor),
             ("compression", getattr(options.compression, "__name__", type(options.compression).__name__)),
-            ("groups", options.groups and tuple(map(tuple, options.groups))),
+            ("groups", None if options.groups is None else tuple(map(tuple, options.groups))),
             ("bucket_cap_mb", options.bucket_cap_mb),
             ("sparse_as_dense", options.sparse_as_dense),
             ("comm_hook", options.comm_hook and options.comm_hook.name),
