@@ -30,7 +30,7 @@ class Network(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
         self.act = nn.GELU() if fault in ("activation", "eval-activation") else nn.ReLU()
-        self.unused = nn.Dropout(0.5 if fault == "unused-offset" else 0.1)
+        self.unused = nn.Dropout(0.5 if fault == "unused-abs" else 0.1)
         self.norm = nn.Identity() if is_plain else nn.BatchNorm1d(32)
         self.register_buffer("scales", torch.rand(300_000, generator=torch.Generator().manual_seed(1)))
         self.register_buffer("marker", torch.rand(3))
@@ -38,7 +38,7 @@ class Network(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         sums = self.scales.view(300, 1000).sum(1).sum() if fault == "order" else self.scales.sum()
         scale = sums / 300_000
-        inputs = inputs + 0.1 if fault == "unused-offset" else inputs
+        inputs = inputs.abs() if fault == "unused-abs" else inputs  # an offset would be lost in the BatchNorm
         hidden = self.act(self.norm(self.first(inputs)))
         hidden = hidden if isinstance(self.norm, nn.Identity) else nn.functional.dropout(hidden, 0.1)
         return scale * self.last(hidden)  # type: ignore[no-any-return]

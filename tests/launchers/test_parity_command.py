@@ -67,7 +67,7 @@ def compared(folder: Path, *arguments: str | Path) -> Any:
         ("activation", 0, 0, "output of the model", "class: The layer act is ReLU()"),
         ("eval", 0, 0, "output of the model", "layer: The layer norm is BatchNorm1d"),
         ("eval-activation", 0, 0, "output of the model", "layer: The layer norm is BatchNorm1d"),
-        ("unused-offset", 0, 0, "output of the model", "unknown"),
+        ("unused-abs", 0, 0, "output of the model", "unknown"),
         ("sampler", 0, 0, "batch", "data-order"),
         ("set-epoch", 3, 0, "batch", "set-epoch"),
         ("accumulation", 0, 0, "loss", "scale"),
