@@ -131,6 +131,12 @@ class _Rounding:
 
     def _jumps(self, found: Difference) -> bool:
         """Return whether rounding has changed the sign of enough numbers to change a gradient by so much."""
+        own = [
+            [values.get(found.name) for *_, values in self._pair.of(side, "own gradient", found.step)]
+            for side in (0, 1)
+        ]
+        if found.stage == "reduced gradient" and self._pair.same_size and own[0] == own[1]:
+            return False  # what is reduced has not jumped
         changed = total = 0.0
         for rank, key, values in self._pair.of(0, "branches", found.step):
             others = self._pair.sides[1][rank].get(key, {}) if self._pair.same_size else {}
@@ -269,12 +275,18 @@ def _facts(pair: Pair, found: Difference, harmless: set[Any]) -> Tests:
     return {kind: values for kind, values in tests.items() if (stage, kind, *values) not in harmless}
 
 
+_DTYPE = re.compile(r" ((b?float|complex|u?int|bool)\d*)?(?= with |$)")
+
+
 def _layers(pair: Pair, found: Difference) -> dict[str, list[str]]:
     """Return the layers that are not equal on both sides, in the order in which their calls end, the model last."""
     made = pair.at(found, "layers")
     if pair.heads[0][0]["torch"] != pair.heads[1][0]["torch"]:  # releases show other arguments
         made = [{name: re.sub(r"\(.*\)", "", side[name]) for name in side} for side in made]
     first, second = pair.at(found, "calls")
+    for name in (first.keys() ^ second.keys()) & made[0].keys() & made[1].keys():
+        # A side uses its weights without a call, which would show the dtype of what it returns.
+        made = [side | {name: _DTYPE.sub(" ", side[name])} for side in made]
     both = {name: [side.get(name, "missing") for side in made] for name in [*(first | second), *made[0], *made[1]]}
     return {name: both[name] for name in sorted(both, key="".__eq__) if both[name][0] != both[name][1]}
 
@@ -534,12 +546,13 @@ def _is_factor(ratio: float, *numbers: int) -> bool:
 
 
 _REST = {
-    "output of the model": "data or numbers that the forward uses besides its arguments, or code without an operation "
-    "that has a gradient",
+    "output of the model": "data or numbers that the forward uses besides its arguments, code without an operation "
+    "that has a gradient, or equal operations that are joined otherwise",
     "loss": "how the loss is made of the outputs: its function, targets and weights",
     "own gradient": "the backward: hooks on gradients, and where they stop",
     "reduced gradient": "what changes gradients between the backward and the step",
-    "batch": "how samples are drawn (lengths and seeds of epochs, random augmentation), other arguments and forwards",
+    "batch": "how samples are drawn (lengths and seeds of epochs, random augmentation) and changed, other arguments "
+    "and forwards",
     "weights after the step": "the code of the optimizer's step, and its hooks",
     "buffers after the step": "what changes buffers besides the forward",
 }

@@ -131,7 +131,8 @@ def _random_states() -> dict[str, str]:
 
 
 _BRANCHES = re.compile("Relu|Threshold|Hardtanh|Abs")
-"""The operations whose gradient depends on the sign of what they have saved. Others save whole numbers: indices."""
+"""The operations whose gradient depends on the sign of what they have saved. Others save indices and masks; an LSTM
+saves bytes as well, which are its working memory."""
 
 
 @functools.cache
@@ -180,7 +181,7 @@ def _operations(
                     numbers[name] = value.item()
                 elif name in ("self", "result") and _BRANCHES.search(operation):
                     branches[f"{len(found)}:{operation}"] = fingerprint(value > 0)
-                elif not value.is_floating_point():
+                elif value.dtype in (torch.bool, torch.int32, torch.int64):
                     branches[f"{len(found)}:{operation}.{name}"] = fingerprint(value)
         found.append([operation, numbers])
     return found, targets, branches

@@ -545,6 +545,34 @@ def test_a_gradient_that_jumps_is_rounding_only_where_a_branch_has_changed() -> 
     assert result.first is None and result.cause is not None and result.cause.kind == "rounding-jump"
 
 
+def test_a_reduced_gradient_does_not_jump_where_the_own_gradients_are_equal() -> None:
+    other = record()
+    put(other, 1, OUTPUT, near(numbers(1107), 2e-7), 0)
+    signs = numbers(1100) > 0
+    signs[3] ^= True
+    put(other, 1, BRANCHES, fingerprint(signs), 0)
+    put(other, 1, REDUCED, reduced(1, (1.01, 1)))
+    first = compare(record(), other, 1e-4).first
+    assert first is not None and first.stage == REDUCED
+
+
+def test_a_layer_whose_weight_is_used_without_a_call_is_the_same_layer() -> None:
+    left, right = record(), record()
+    for made, shown in ((left, "Linear() float32 with bias frozen"), (right, "Linear()  with bias frozen")):
+        for entry in (entry for rank in made["ranks"] for entry in rank["values"]):
+            if entry[1] == LAYERS:
+                entry[3]["first"] = shown
+            if entry[1] == CALLS and made is right:
+                del entry[3]["first"]
+    put(right, 0, OUTPUT, near(numbers(1007), 2e-7), 0)
+    assert compare(left, right, 1e-4).first is None
+    for rank in right["ranks"]:
+        for entry in (entry for entry in rank["values"] if entry[1] == LAYERS):
+            entry[3]["first"] = "Linear(bias=False)  with bias frozen"
+    cause = compare(left, right, 1e-4).cause
+    assert cause is not None and "layer first is Linear()" in cause.text
+
+
 def test_weights_whose_gradients_are_rounding_stay_out() -> None:
     """As Adam moves the bias before a batch norm."""
     left, right = record(), record()
