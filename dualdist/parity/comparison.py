@@ -131,11 +131,15 @@ class _Rounding:
 
     def _jumps(self, found: Difference) -> bool:
         """Return whether rounding has changed the sign of enough numbers to change a gradient by so much."""
-        own = [
-            [values.get(found.name) for *_, values in self._pair.of(side, "own gradient", found.step)]
-            for side in (0, 1)
-        ]
-        if found.stage == "reduced gradient" and self._pair.same_size and own[0] == own[1]:
+        own = (
+            [values.get(found.name) for *_, values in self._pair.of(at, "own gradient", found.step)] for at in (0, 1)
+        )
+        sizes = [difference(*both) for both in zip(*own, strict=False)]
+        if (
+            found.stage == "reduced gradient"
+            and self._pair.same_size
+            and found.size > _GROWTH * max(sizes, default=1.0)
+        ):
             return False  # what is reduced has not jumped
         changed = total = 0.0
         for rank, key, values in self._pair.of(0, "branches", found.step):

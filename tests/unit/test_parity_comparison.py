@@ -545,8 +545,10 @@ def test_a_gradient_that_jumps_is_rounding_only_where_a_branch_has_changed() -> 
     assert result.first is None and result.cause is not None and result.cause.kind == "rounding-jump"
 
 
-def test_a_reduced_gradient_does_not_jump_where_the_own_gradients_are_equal() -> None:
+@pytest.mark.parametrize("size", [0.0, 1e-6])
+def test_a_reduced_gradient_does_not_jump_where_the_own_gradients_do_not(size: float) -> None:
     other = record()
+    put(other, 1, OWN, near(own(1, 0, 0), size), 0)
     put(other, 1, OUTPUT, near(numbers(1107), 2e-7), 0)
     signs = numbers(1100) > 0
     signs[3] ^= True
