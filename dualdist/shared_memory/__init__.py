@@ -75,7 +75,6 @@ class HostGroup(Group):
 
     def abandon(self) -> None:
         self._rounds.mesh.abandon()
-        self._rounds.memory.abandon()
 
 
 class HierarchicalGroup(HostGroup):

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import torch
 
 from ..core.meeting.links import Links
-from ..errors import HorovodInternalError
+from ..errors import HorovodInternalError, logger
 
 # The shared memory: anonymous (memfd), so that it ends with the last process that uses it, even if all are killed.
 #
@@ -28,10 +28,10 @@ from ..errors import HorovodInternalError
 # /dev/shm does not limit it. It has two sets of boxes, one box a member, and an arena for each member: a range from
 # which the member allocates tensors that the others read where they are.
 
-PAGE_BYTES = 4096
+PAGE_BYTES = mmap.PAGESIZE
 _BOX_BYTES, _MOST_BYTES = 8 << 20, 16 << 20
 """Larger boxes do not fit the cache of a core. All boxes of a set together take at most `_MOST_BYTES`."""
-_MAP_FIXED = 0x10
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _mmap = ctypes.CDLL(None).mmap
 _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
@@ -88,6 +88,8 @@ class Memory:
         self._process_id = os.getpid()
         self._descriptor = os.dup(descriptor)
         weakref.finalize(self, os.close, self._descriptor)
+        self._is_private = False
+        _memories.add(self)
 
     def zeros(self, length: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return zeros in this member's arena, ((length,), dtype); None when the arena is full. Not thread-safe."""
@@ -109,17 +111,22 @@ class Memory:
             self._map.madvise(mmap.MADV_REMOVE, start, num_bytes)
             self._released.append((start, num_bytes))
 
-    def abandon(self) -> None:
-        """In a forked process: what it writes to its gradients no longer changes those of its parent.
+    def make_private(self) -> None:
+        """In a forked process: what it writes to inherited gradients does not change those of its parent.
 
-        If the system accounts for memory strictly, and has not enough, they become read-only: a write ends the process.
+        They are read-only, so that a write ends the process, if the system counts memory before it is used, and has not
+        enough.
         """
-        start = self._arenas_start + self._place * self._arena_bytes
-        address = self._bytes.data_ptr() + start
+        if self._is_private:
+            return  # by an earlier fork, which may have written to them
+        self._is_private = True
+        start, num_bytes = self._arenas_start + self._place * self._arena_bytes, self._arena_bytes
+        address, flags = self._bytes.data_ptr() + start, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
         for protection in (mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ):
-            flags = mmap.MAP_PRIVATE | _MAP_FIXED
-            if _mmap(address, self._arena_bytes, protection, flags, self._descriptor, start) == address:
+            if _mmap(address, num_bytes, protection, flags, self._descriptor, start) == address:
+                self._map.madvise(mmap.MADV_DONTDUMP, start, num_bytes)
                 return
+        logger.warning("What this forked process writes to gradients changes those of its parent: mmap failed.")
 
     def place_of(self, tensor: torch.Tensor) -> int:
         """Return where in this member's arena `tensor` starts, in bytes; -1 for elsewhere."""
@@ -130,6 +137,18 @@ class Memory:
         """Return the tensor at `start` in the arena of the member at `place`, with the length and dtype of `like`."""
         begin = self._arenas_start + place * self._arena_bytes + start
         return self._bytes[begin : begin + like.nbytes].view(like.dtype)
+
+
+_memories: weakref.WeakSet[Memory] = weakref.WeakSet()
+"""Those that exist. Gradients keep theirs after `shutdown`."""
+
+
+def _after_fork() -> None:
+    for memory in list(_memories):
+        memory.make_private()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -151,9 +151,14 @@ def test_what_a_forked_process_writes_to_gradients_stays_there() -> None:
     grad, mean = weight.grad, (hvd.size() + 1) / 2
     assert grad is not None
     assert in_fork(lambda: grad.mul_(100).unique().tolist()) == [100 * mean]
+    assert in_fork(lambda: [grad.mul_(100), in_fork(lambda: grad.mul_(2).tolist())][1]) == [200 * mean] * 3
     assert grad.unique().tolist() == [mean]
     optimizer.step()
     check_next_calls_work()
+    hvd.shutdown()
+    assert in_fork(lambda: grad.mul_(100).unique().tolist()) == [100 * mean]
+    hvd.init()
+    assert grad.unique().tolist() == [mean]
 
 
 @everywhere

@@ -159,7 +159,9 @@ OF_THE_PROCESS = {
         "signal.signal": "signals are passed on to the agents",
     },
     "processes/relay.py": {"ctypes.CDLL": "prctl: a relay ends with its launcher"},
-    "shared_memory/mesh.py": {"ctypes.CDLL": "mmap: what a forked process writes to gradients is its own"},
+    "shared_memory/mesh.py": dict.fromkeys(
+        ["ctypes.CDLL", "os.register_at_fork"], "mmap: what a forked process writes to gradients is its own"
+    ),
 }
 """File -> what it does of ACTS, and why."""
 

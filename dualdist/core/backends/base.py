@@ -156,7 +156,7 @@ class Group(ABC):
         """Release the resources of the group. Local. Safe to call twice."""
 
     def abandon(self) -> None:  # noqa: B027 - most groups share nothing with a forked process
-        """In a forked process, release what it shares with the parent. Local."""
+        """In a forked process, close its copies of the sockets. Local."""
 
     def unfinished(self) -> object:
         """Return the last collective of a group of `new_device_group`, None if it has ended. Local."""

@@ -509,7 +509,7 @@ class TorchGroups:
             group.close()
 
     def abandon(self) -> None:
-        """In a forked process, release what it shares with the parent. Local."""
+        """In a forked process, close its copies of the sockets. Local."""
         for group in self._groups:
             group.abandon()
 
