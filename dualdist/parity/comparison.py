@@ -131,16 +131,11 @@ class _Rounding:
 
     def _jumps(self, found: Difference) -> bool:
         """Return whether rounding has changed the sign of enough numbers to change a gradient by so much."""
-        own = (
-            [values.get(found.name) for *_, values in self._pair.of(at, "own gradient", found.step)] for at in (0, 1)
-        )
-        sizes = [difference(*both) for both in zip(*own, strict=False)]
-        if (
-            found.stage == "reduced gradient"
-            and self._pair.same_size
-            and found.size > _GROWTH * max(sizes, default=1.0)
-        ):
-            return False  # what is reduced has not jumped
+        if found.stage == "reduced gradient" and self._pair.same_size:
+            sides = (self._pair.of(side, "own gradient", found.step) for side in (0, 1))
+            own = ([values.get(found.name) for *_, values in side] for side in sides)
+            if found.size > _GROWTH * max((difference(*both) for both in zip(*own, strict=False)), default=1.0):
+                return False  # what is reduced has not jumped
         changed = total = 0.0
         for rank, key, values in self._pair.of(0, "branches", found.step):
             others = self._pair.sides[1][rank].get(key, {}) if self._pair.same_size else {}
@@ -191,12 +186,12 @@ def _notes(pair: Pair, first: Difference | None, least: Difference | None, why: 
         settings = [one for one in of_optimizer if one.size and one.name and one != first]
         shown = [f"{one.name} (step {one.step})" for one in settings if one.key == settings[0].key and not one.rank]
         if pair.same_size:
-            layers = [f"layer {name}" if name else "the model" for name in _layers(pair, first)]
+            layers = [f"layer {name}" if name else "model" for name in _layers(pair, first)]
             operations = _operations(pair, dataclasses.replace(first, stage="own gradient")).values()
-            shown += layers[why.kind in ("layer", "class") and len(layers) == 1 :]
+            shown += [layer for layer in layers if not why.text.startswith(f"The {layer} is ")]
             shown += [f"operations ({' / '.join(both)})" for both in operations if not why.kind.startswith("operation")]
         if shown:
-            yield f"Besides the cause, as its effect, or without an effect, these differ: {_short(shown)}."
+            yield f"These differ, too, as an effect of the cause or without an effect: {_short(shown)}."
 
 
 def _odd_steps(pair: Pair, side: int, stages: Sequence[str]) -> Iterator[int]:
@@ -204,7 +199,8 @@ def _odd_steps(pair: Pair, side: int, stages: Sequence[str]) -> Iterator[int]:
     for stage in stages:
         for _, key, values in pair.of(side, stage):
             is_equal = hashes(values) == hashes(pair.sides[side][0].get(key, {}))
-            if not (is_finite(values) if stage in ("loss", "own gradient") else is_equal):
+            is_even = is_finite(values) if stage in ("loss", "own gradient") else is_equal
+            if key[0] >= pair.begin - 1 and not is_even:
                 yield key[0]
 
 
@@ -269,14 +265,19 @@ def _facts(pair: Pair, found: Difference, harmless: set[Any]) -> Tests:
     stage, tests = found.stage, dict[str, Sequence[Any]]()
     if stage not in (*_NUMBERS, "buffers after the step") or not pair.same_size:
         return tests
+
+    def left_over(tests: Tests) -> Tests:
+        return {kind: values for kind, values in tests.items() if (stage, kind, *values) not in harmless}
+
     if stage != "loss" or pair.at(found, "output of the model") == [{}, {}]:  # else the outputs are equal
-        tests = _layer(pair, found)
+        tests = left_over(_layer(pair, found))
     if stage != "buffers after the step" and not tests:  # else these follow
         left, right = pair.at(found, "random states")
         used = (name for name in left.keys() & right.keys() if left[name][1] or right[name][1])
         names = sorted(name for name in used if left[name][0] != right[name][0])
-        tests = {"random-numbers": ("", " and ".join(names))} if names else _operations(pair, found)
-    return {kind: values for kind, values in tests.items() if (stage, kind, *values) not in harmless}
+        tests = left_over({"random-numbers": ("", " and ".join(names))} if names else {})
+        tests = tests or left_over(_operations(pair, found))
+    return tests
 
 
 _DTYPE = re.compile(r" ((b?float|complex|u?int|bool)\d*)?(?= with |$)")
@@ -288,11 +289,11 @@ def _layers(pair: Pair, found: Difference) -> dict[str, list[str]]:
     if pair.heads[0][0]["torch"] != pair.heads[1][0]["torch"]:  # releases show other arguments
         made = [{name: re.sub(r"\(.*\)", "", side[name]) for name in side} for side in made]
     first, second = pair.at(found, "calls")
-    for name in (first.keys() ^ second.keys()) & made[0].keys() & made[1].keys():
-        # A side uses its weights without a call, which would show the dtype of what it returns.
-        made = [side | {name: _DTYPE.sub(" ", side[name])} for side in made]
+    # Where a side uses the weights of a layer without a call, the dtype of what it returns is not known.
+    uncalled = (first.keys() ^ second.keys()) & made[0].keys() & made[1].keys()
+    made = [side | {name: _DTYPE.sub(" ", side[name]) for name in uncalled} for side in made]
     both = {name: [side.get(name, "missing") for side in made] for name in [*(first | second), *made[0], *made[1]]}
-    return {name: both[name] for name in sorted(both, key="".__eq__) if both[name][0] != both[name][1]}
+    return {name: both[name] for name in sorted(both, key=lambda name: name == "") if both[name][0] != both[name][1]}
 
 
 def _layer(pair: Pair, found: Difference) -> Tests:
@@ -354,7 +355,8 @@ def _tests(pair: Pair, found: Difference, harmless: set[Any]) -> Iterator[Tests]
         yield from _of_start(pair, found)
         return
     stepped = pair.at(dataclasses.replace(found, number=0), "weights after the step")
-    yield {"other-optimizer": [_short(sorted(made)) for made in stepped]} if all(stepped) else {}
+    alone = [_short(sorted(made.keys() - other.keys())) for made, other in (stepped, stepped[::-1])]
+    yield {"other-optimizer": [names or "no others" for names in alone]} if all(stepped) else {}
     yield from _of_passes(pair, found)
     if stage == "batch":
         yield from _of_batch(pair, found)

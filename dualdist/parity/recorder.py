@@ -73,10 +73,15 @@ def fingerprint(tensor: torch.Tensor, finds_narrow: bool = False) -> list[Any]:
     return [*found, _narrow(flat) if finds_narrow else None]
 
 
+def _begin(tensor: torch.Tensor) -> torch.Tensor:
+    is_plain = tensor.layout == torch.strided and not hasattr(tensor, "to_local")
+    return tensor.detach().reshape(-1)[:_FIRST_NUMBERS] if is_plain else tensor
+
+
 def _passed(value: Any) -> list[Any]:
     """Return fingerprints of what a layer is given or returns: of the first numbers, because there are many layers."""
     with contextlib.suppress(Exception):  # as of a tensor inside vmap
-        return [fingerprint(_flat(tensor)[:_FIRST_NUMBERS]) for _, tensor in _tensors(value)]
+        return [fingerprint(_flat(_begin(tensor))[:_FIRST_NUMBERS]) for _, tensor in _tensors(value)]
     return []
 
 
@@ -116,7 +121,7 @@ def _tensors(value: Any, path: str = "input") -> Iterator[tuple[str, torch.Tenso
 @functools.cache
 def _reads_mode(kind: type[Any]) -> bool:
     """Return whether the code of a layer reads its attribute `training`."""
-    kinds = kind.__mro__[: kind.__mro__.index(torch.nn.Module)]
+    kinds = [base for base in kind.__mro__ if base is not torch.nn.Module]
     functions = (function for base in kinds for function in vars(base).values() if inspect.isfunction(function))
     return any("training" in function.__code__.co_names for function in functions)
 
@@ -374,7 +379,11 @@ class Recorder:
         own = [kind.__name__ + re.sub(r",? ?inplace=\w+", "", f"({module.extra_repr()})")]
         if next(module.children(), None) is not None:  # its parts are layers themselves
             numbers = vars(module).items() if kind.__module__.startswith("torch.nn.") else ()
-            own = [f"{name}={it}" for name, it in numbers if isinstance(it, int | float) and name != "training"]
+            own = [
+                f"{name}={it}"
+                for name, it in numbers
+                if isinstance(it, int | float) and name[0] != "_" and name != "training"
+            ]
         parameters = module.named_parameters(recurse=False)
         frozen = [f"with {name} frozen" for name, parameter in parameters if not parameter.requires_grad]
         mode = [f"in {'training' if module.training else 'evaluation'}"] if _reads_mode(kind) else []

@@ -93,7 +93,7 @@ class Pair:
             for ranks, shift in zip(self.heads, shifts, strict=True)
         ]
         self.resumed = [shift > 0 for shift in shifts]
-        """Whether a side has the steps before from the other, whose training it continues."""
+        """Whether each side is a resumed run. It gets the earlier steps of the other, whose training it continues."""
         for own, other in zip(*self.sides[:: -1 if shifts[0] else 1], strict=False):
             other |= {key: values for key, values in own.items() if key[0] in range(self.begin)} | other
         made = [{key[0] for _, key, _ in self.of(side, "weights after the step")} for side in (0, 1)]

@@ -669,6 +669,16 @@ def test_an_early_step_of_the_whole_run_is_not_one_of_the_resumed_run() -> None:
     assert cause is not None and cause.kind == "optimizer-state"
 
 
+def test_a_layer_that_had_no_effect_before_hides_no_other_cause() -> None:
+    other = record()
+    for entry in (entry for rank in other["ranks"] for entry in rank["values"] if entry[1] == LAYERS):
+        entry[3][""] = "float32 with scale frozen"
+    put(other, 1, OUTPUT, W9, 0)
+    put(other, 1, OPERATIONS, [["Div", {"other": 2.0}], ["", {}], ["Gelu", {}]])
+    cause = compare(record(), other, 0.0).cause
+    assert cause is not None and cause.kind == "operations"
+
+
 def test_what_differs_besides_the_cause_is_a_note() -> None:
     other = record()
     all_of(layers(first="GELU()", norm="BatchNorm(momentum=0.1) in evaluation"), output(call(9, 8)))(other)
@@ -678,8 +688,8 @@ def test_what_differs_besides_the_cause_is_a_note() -> None:
     result = compare(record(), other, 0.0)
     assert result.cause is not None and result.cause.text.startswith("The layer first is Linear() on the left")
     assert result.notes == [
-        "Besides the cause, as its effect, or without an effect, these differ: "
-        "lr of group 0 (step 1), layer first, layer norm, operations (Relu() / Gelu())."
+        "These differ, too, as an effect of the cause or without an effect: "
+        "lr of group 0 (step 1), layer norm, operations (Relu() / Gelu())."
     ]
 
 
