@@ -42,7 +42,7 @@ _own: list[socket.socket] = []
 _ALGORITHM = {"OMPI_MCA_coll_libnbc_iallreduce_algorithm": "3"}
 """Reduce-scatter, then allgather (Rabenseifner). Without it, Open MPI's MPI_Iallreduce of numbers in place sends all of
 them to rank 0 and back (nbc_allreduce_init in ompi/mca/coll/libnbc/nbc_iallreduce.c): between two hosts, where the link
-takes the time, a step then took 1.7 times as long."""
+takes the time, a step then took up to 1.7 times as long. It applies to the script's own calls, too."""
 
 
 def missing_local_ranks(launch: Launch, env: Mapping[str, str]) -> list[int]:
@@ -87,8 +87,8 @@ def library() -> Any:
     if not MPI.Is_initialized():  # also if the script has set mpi4py.rc.initialize = False, as for Horovod
         if _open_mpi_would_abort(os.environ) and MPI.get_vendor()[0] == "Open MPI":
             return None
-        unset = {name: value for name, value in _ALGORITHM.items() if not os.environ.get(name)}
-        with ending_late_calls("MPI_Init"), temporary_environment(unset):
+        defaults = {name: value for name, value in _ALGORITHM.items() if not os.environ.get(name)}
+        with ending_late_calls("MPI_Init"), temporary_environment(defaults):
             _initialize(MPI, mpi4py.rc)
         ours = True
     if ours:

@@ -40,7 +40,12 @@ class WrappedState(OrderedDict[str, Any]):
         made.__dict__.update(self.__dict__)
         return made
 
-    __copy__ = copy  # otherwise copy.copy would do as pickle
+    __copy__ = copy  # otherwise copy.copy would use `__reduce__`, whose names lack "module."
+
+    def __or__(self, other: Any) -> Any:
+        made = self.copy()
+        made.update(other)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrappedState:
         made = WrappedState((name, copy.deepcopy(value, memo)) for name, value in self.items())

@@ -74,7 +74,7 @@ def test_gradients_are_decompressed(compression: type[Compressor] | Compressor) 
 
 
 class Halving(Compressor):
-    """Sends the left half of a matrix, and all of other gradients in units of their largest number; not of none."""
+    """Sends the left half of a matrix, and all of other gradients in units of their largest number; fails for none."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -88,6 +88,18 @@ class Halving(Compressor):
             return torch.cat([tensor, torch.zeros_like(tensor)], dim=1).float()
         scaled: torch.Tensor = tensor * ctx
         return scaled
+
+
+@everywhere
+def test_a_rank_that_has_joined_adds_zeros_to_what_a_compressor_of_the_user_sends() -> None:
+    """Which makes NaN of zeros."""
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=Halving)
+    if hvd.rank() == 0:
+        (weight * torch.tensor([1.0, 2.0, 4.0])).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), -torch.tensor([1.0, 2.0, 4.0]) / hvd.size())
+    hvd.join()
 
 
 @everywhere

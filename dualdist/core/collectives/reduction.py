@@ -284,7 +284,7 @@ class _Cast(Compressor):
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        return tensor.to(cls.sent) if tensor.dtype.is_floating_point else tensor, tensor.dtype
+        return (tensor.to(cls.sent) if tensor.dtype.is_floating_point else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:

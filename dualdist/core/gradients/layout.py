@@ -146,8 +146,8 @@ class Layout:
         options = self.options
         as_ddp = options.comm_hook is not None  # each call of a hook costs more than what smaller buckets hide
         # A compressor of the user gets each gradient by itself, in its shape, as from Horovod.
-        sizes = options.groups if options.only_casts else [], options.bucket_cap_mb
-        return lay_out(self.params, self._sparse, *sizes, order, as_ddp=as_ddp)
+        groups = options.groups if options.only_casts else []
+        return lay_out(self.params, self._sparse, groups, options.bucket_cap_mb, order, as_ddp=as_ddp)
 
     def start_over(self) -> None:
         """Prepare for the next backward."""

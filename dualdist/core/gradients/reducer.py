@@ -340,7 +340,7 @@ class Reducer:
         self._buckets_sent += 1
         self._count_sent(channel, place)
         send = self._allreduce if options.comm_hook is None else self._call_hook
-        self._sent.append(send(channel, place, memory))
+        self._sent.append(send(channel, place, memory, empty))
         if can_set_early and not options.sparse_as_dense:
             memory.set_early(kinds, at_end=at_end)
 
@@ -348,14 +348,16 @@ class Reducer:
         """Add the bucket at `place` to the digest of the buckets that this rank has sent. -1: an abandoned backward."""
         channel.sent_digest = (channel.sent_digest * 1_000_003 + (self._id << 20) + place + 1) % (1 << 60)
 
-    def _allreduce(self, channel: Channel, place: int, memory: BucketMemory) -> SentBucket:
-        """Start the allreduce of a bucket."""
-        options, flat, grad = self.options, memory.flat, None
-        compressed, context = flat, None
+    def _allreduce(self, channel: Channel, place: int, memory: BucketMemory, empty: bool) -> SentBucket:
+        """Start the allreduce of a bucket. empty: this rank contributes zeros."""
+        options, flat = self.options, memory.flat
+        compressed, context, grad = flat, None, None
         if options.only_casts:
             compressed, context = options.compression.compress(flat)
-        elif (view := self.layout.buckets[place].slots[0].view(flat)).numel():  # see Layout.buckets_in
+        elif (view := self.layout.buckets[place].slots[0].view(flat)).numel():  # of one gradient, see Layout.buckets_in
             compressed, context = options.compression.compress(grad := view)
+            if empty:  # what a compressor makes of zeros may be something else, such as NaN
+                compressed = torch.zeros_like(compressed)
         dtype, shape = compressed.dtype, compressed.shape
         wire, work = self._start(channel, compressed.reshape(-1), f"{self._id}.{place}", memory)
         if not isinstance(work, FailedWork):
@@ -365,7 +367,8 @@ class Reducer:
             scale_(wire, factor)
             if grad is None:
                 return wire
-            grad.copy_(options.compression.decompress(wire.to(flat.device, dtype).view(shape), context))
+            found = options.compression.decompress(wire.to(flat.device, dtype).view(shape), context)
+            grad.copy_(found.reshape(grad.shape))
             return flat
 
         return SentBucket(memory, work, combined)
@@ -393,7 +396,7 @@ class Reducer:
         except HorovodInternalError as error:
             return wire, FailedWork(error)
 
-    def _call_hook(self, channel: Channel, place: int, memory: BucketMemory) -> SentBucket:
+    def _call_hook(self, channel: Channel, place: int, memory: BucketMemory, _: bool) -> SentBucket:
         """Have the communication hook called for a bucket."""
         assert self.hooks is not None
         bucket, is_last = self.layout.buckets[place], place == len(self.layout.buckets) - 1
