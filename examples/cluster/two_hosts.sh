@@ -8,8 +8,8 @@
 # `ssh SECOND` without a password. Start torchrun on each host, with NODE=0 on FIRST and NODE=1 on SECOND.
 #
 # If a host has several networks, set INTERFACE (`ip -brief address` lists them). It sets:
-#   DUALDIST_INTERFACE    for all connections of dualdist and Gloo; by default dualdist finds an address
-#   NCCL_SOCKET_IFNAME    for NCCL; by default NCCL chooses (NCCL_DEBUG=INFO shows its choice)
+#   DUALDIST_INTERFACE    for all connections of dualdist, Gloo and NCCL; by default dualdist finds an address
+#   NCCL_SOCKET_IFNAME    for NCCL in torch scripts without dualdist (NCCL_DEBUG=INFO shows its choice)
 #   GLOO_SOCKET_IFNAME    for torch's gloo without dualdist; by default the address of the host's name, which on Debian
 #                         is 127.0.1.1 and cannot be reached from other hosts
 #   OMPI_MCA_*            for Open MPI; by default it tries all interfaces that are up

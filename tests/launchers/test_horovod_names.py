@@ -49,7 +49,6 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-@pytest.mark.timeout(600)
 def test_every_name_was_called_and_has_the_result_of_horovod(run: Run, tmp_path: Path) -> None:
     python = sys.executable
     ours = results(run, tmp_path / "ours", python, "-m", "dualdist.compat")

@@ -14,8 +14,6 @@ from ..helpers.requirements import need_modules
 from ..helpers.task_launch import PROGRAM, WORKER, Launches, Report, Start, check_joined, reports_of, run_tasks
 from ..helpers.task_worker import Task
 
-pytestmark = pytest.mark.timeout(600)  # the launches run one after the other
-
 HOSTS = "alpha:2,beta:1"
 
 

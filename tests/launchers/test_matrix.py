@@ -17,8 +17,6 @@ from ..helpers.task_launch import PROGRAM, WORKER, Launches, Report, Start, chec
 from ..helpers.task_worker import Task
 from ..helpers.world import MPIRUN
 
-pytestmark = pytest.mark.timeout(600)  # the launches run two at a time, before the first test
-
 _TCP = MappingProxyType({"OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "lo"})
 """As tests.helpers.world.MPIRUN says on its command line."""
 NOTHING: Mapping[str, str] = MappingProxyType({})

@@ -14,7 +14,6 @@ from .test_examples import SCRIPT
 
 TRAIN = "examples/train.py"
 
-pytestmark = pytest.mark.timeout(600)  # the fixture launches six times
 
 SAID = ("cnn on digits", "epoch 1", "epoch 2", "validation accuracy")
 """What each line of a run of two epochs says."""

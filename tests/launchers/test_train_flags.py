@@ -18,7 +18,7 @@ from ..helpers.rounding import change_at_random, largest_change
 from ..helpers.script_launch import launch
 from ..helpers.world import ROOT
 
-pytestmark = [pytest.mark.only_ci, pytest.mark.timeout(600)]  # the fixture launches twice
+pytestmark = pytest.mark.only_ci
 
 FLAGS = "--epochs 2 --warmup-epochs 0 --sync-bn --accumulate 3 --clip-norm 1 --ema 0.5 --tta"
 RUNS = {
