@@ -9,7 +9,6 @@ which ends with pytest, so that nothing is left behind.
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from .requirements import need, need_programs, need_root, program
-from .script_launch import MARK, STACKS, Ended, finish
+from .script_launch import MARK, STACKS, Ended, environment, finish
 from .world import ROOT
 
 SECONDS = 60.0
@@ -208,6 +207,6 @@ def _serve_ssh(host: Host, folder: Path, stack: contextlib.ExitStack) -> None:
 
 def _run(*command: str) -> None:
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, env={**os.environ}
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, env=environment()
     )
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"

@@ -117,12 +117,17 @@ def finish(
     return ended
 
 
+def environment() -> dict[str, str]:
+    """Return the variables of this process, also while pytest, in another thread, removes one."""
+    return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
+
+
 def popen(
     command: Sequence[str], added: Mapping[str, str], output: Any = subprocess.PIPE, cwd: Path = ROOT
 ) -> subprocess.Popen[bytes]:
     """Start a launcher in a session of its own, with one thread and `added` variables, and all its output in one."""
     files: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-    env = {**os.environ, **STACKS, "OMP_NUM_THREADS": "1", **added}
+    env = {**environment(), **STACKS, "OMP_NUM_THREADS": "1", **added}
     return subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, **files)
 
 

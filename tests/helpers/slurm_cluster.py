@@ -20,7 +20,7 @@ from pathlib import Path
 from .namespace_hosts import Network
 from .ports import free_ports
 from .requirements import need_programs, need_root, program
-from .script_launch import SECONDS, Ended, finish
+from .script_launch import SECONDS, Ended, environment, finish
 
 START_SECONDS, END_SECONDS = 100.0, 30.0
 
@@ -110,7 +110,7 @@ class Slurm:
         """Return what one of Slurm's commands says, or '' when it fails."""
         done = subprocess.run(
             [*self.enter, *command],
-            env={**os.environ, **self.environment},
+            env={**environment(), **self.environment},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
