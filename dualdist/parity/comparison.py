@@ -300,10 +300,10 @@ def _layer(pair: Pair, found: Difference) -> Tests:
     """Return the first layer that is not equal, and whose result differs by much more than what it was given."""
     calls = pair.at(found, "calls")
     for name, shown in _layers(pair, found).items():
-        called = [side[name] for side in calls if name in side]
-        # A layer that one side does not have returns there what it would be given.
-        both = [*called, *([made[0]] * 2 for made in called)][:2] or [[[], []]] * 2
-        pairs = (itertools.zip_longest(*made) for made in zip(*both, strict=True))
+        called = [side[name] for side in calls if name in side] or [[[], []]]
+        if len(called) == 1:  # a layer that one side does not have returns there what it would be given
+            called.append([called[0][0]] * 2)
+        pairs = (itertools.zip_longest(*made) for made in zip(*called, strict=True))
         given, returned = (max((difference(*made) for made in values), default=0.0) for values in pairs)
         is_why = returned > _GROWTH * given or not name or calls == [{}, {}]  # as of a model that is compiled
         if found.stage in ("own gradient", "buffers after the step"):  # what the forward returns is equal
@@ -356,7 +356,7 @@ def _tests(pair: Pair, found: Difference, harmless: set[Any]) -> Iterator[Tests]
         return
     stepped = pair.at(dataclasses.replace(found, number=0), "weights after the step")
     alone = [_short(sorted(made.keys() - other.keys())) for made, other in (stepped, stepped[::-1])]
-    yield {"other-optimizer": [names or "no others" for names in alone]} if all(stepped) else {}
+    yield {"other-optimizer": [names or "nothing" for names in alone]} if all(stepped) else {}
     yield from _of_passes(pair, found)
     if stage == "batch":
         yield from _of_batch(pair, found)
@@ -613,7 +613,7 @@ operations: The forward or loss computes {left} on the left, where the right com
     Compare the loss function, its scale, and the code of the forward.
 scale: The loss of the left is {left:.6g} times that of the right, and so are all gradients: it is scaled{by}.
     Compare the scale of the loss: GradScaler, weights, `reduction`, or a division by passes or samples.
-other-optimizer: In this step, the optimizer of the left has the parameters {left}, and that of the right {right}.
+other-optimizer: In this step, only the optimizer of the left has {left}, and only that of the right {right}.
     Compare how often each optimizer makes a step.
 number-of-passes: The left makes {left} backward passes in {by}, and the right {right}.
     Accumulate over the same number of passes on both sides, and skip the same steps.
