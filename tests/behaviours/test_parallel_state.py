@@ -81,7 +81,7 @@ def test_names_in_the_state_are_those_of_the_module_tree() -> None:
 def test_a_shallow_copy_of_the_state_has_the_names_of_the_state() -> None:
     wrapped: Any = hvd.DistributedDataParallel(make_model())
     state = wrapped.state_dict()
-    for copied in (copy.copy(state), state.copy()):
+    for copied in (copy.copy(state), state.copy(), state | {}):
         assert list(copied) == list(state)
         assert all(copied[name] is value for name, value in state.items())
         assert list(through_a_file(copied)) == list(wrapped.module.state_dict())

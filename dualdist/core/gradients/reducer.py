@@ -339,8 +339,10 @@ class Reducer:
         self._kinds += kinds
         self._buckets_sent += 1
         self._count_sent(channel, place)
-        send = self._allreduce if options.comm_hook is None else self._call_hook
-        self._sent.append(send(channel, place, memory, empty))
+        if options.comm_hook is None:
+            self._sent.append(self._allreduce(channel, place, memory, empty))
+        else:
+            self._sent.append(self._call_hook(channel, place, memory))
         if can_set_early and not options.sparse_as_dense:
             memory.set_early(kinds, at_end=at_end)
 
@@ -396,7 +398,7 @@ class Reducer:
         except HorovodInternalError as error:
             return wire, FailedWork(error)
 
-    def _call_hook(self, channel: Channel, place: int, memory: BucketMemory, _: bool) -> SentBucket:
+    def _call_hook(self, channel: Channel, place: int, memory: BucketMemory) -> SentBucket:
         """Have the communication hook called for a bucket."""
         assert self.hooks is not None
         bucket, is_last = self.layout.buckets[place], place == len(self.layout.buckets) - 1
