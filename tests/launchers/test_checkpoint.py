@@ -69,7 +69,7 @@ def test_a_running_save_is_finished_before_the_process_ends(tmp_path: Path) -> N
 TRAINING = ("-m", "tests.helpers.preempted_training")
 DUALDIST_RUN = (sys.executable, "-m", "dualdist", "run", "-np", "2", sys.executable)
 ALL, LAUNCHER, OTHERS = "all", "the launcher", "all but the launcher"
-SRUN = ("srun", "-N", "1", "-n", "2", sys.executable)
+SRUN = ("srun", "--kill-on-bad-exit=1", "-N", "1", "-n", "2", sys.executable)
 
 
 def preempt(
