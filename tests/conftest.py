@@ -28,7 +28,7 @@ GROUPS = {
 }
 """Files whose tests share what is slow to start. All other tests form groups by world, else by file."""
 
-FIRST = ("launchers/test_hosts.py", "torch-gloo-3", "horovod-gloo-2", "Slurm")
+FIRST = ("launchers/test_hosts.py", "horovod-gloo-2", "torch-gloo-2", "torch-gloo-3", "Slurm")
 """The groups that take longest, so that no process has one left when the others are done."""
 
 
@@ -37,8 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--programs",
         type=int,
-        help="random programs in each world of tests/parity/test_programs.py and test_mutations.py; "
-        "by default 25, with --all 50",
+        help="random programs in each world of tests/parity/test_programs.py and test_mutations.py: "
+        "by default 10, with --rest 25, with --all 50",
     )
     parser.addoption("--program-seed", type=int, help="run this program of tests/parity/test_mutations.py alone")
     parser.addoption(
@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.programs is None:
-        config.option.programs = 50 if config.option.all else 25
+        config.option.programs = 50 if config.option.all else 25 if config.option.rest else 10
     # The same examples in each run; others with --all.
     hypothesis.settings.register_profile("suite", derandomize=not config.option.all)
     hypothesis.settings.load_profile("suite")

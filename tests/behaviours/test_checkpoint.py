@@ -360,6 +360,7 @@ def start_and_end_children() -> None:
         assert child.exitcode == -signal.SIGTERM
 
 
+@pytest.mark.only_ci(where=lambda world: world != "local-1")
 @everywhere
 def test_forked_processes_end_by_a_signal_while_a_manager_is_open(tmp_path: Path) -> None:
     previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -395,6 +396,7 @@ def test_workers_outlive_signals_until_they_are_terminated_or_the_manager_is_clo
     check_workers("fork", tmp_path)
 
 
+@pytest.mark.only_ci
 @pytest.mark.ranks(1)  # seconds each, for the import of torch; other ranks make no difference
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @everywhere

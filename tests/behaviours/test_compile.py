@@ -93,6 +93,7 @@ def test_a_compiled_backward_combines_gradients(style: str) -> None:
     assert len(hooked) == 3
 
 
+@pytest.mark.only_ci(where=lambda style: style == "optimizer")
 @pytest.mark.ranks(2)
 @pytest.mark.world_kinds("torch-gloo", "horovod-gloo")
 @pytest.mark.parametrize("style", STYLES)
@@ -181,6 +182,7 @@ def test_no_public_collective_is_compiled() -> None:
         assert getattr(hvd, name)._torchdynamo_disable, name
 
 
+@pytest.mark.only_ci
 @pytest.mark.ranks(2)
 @pytest.mark.world_kinds("torch-gloo", "horovod-gloo")
 @everywhere

@@ -83,6 +83,7 @@ def test_the_rank_that_ended_first_is_the_only_cause_also_for_ranks_that_look_la
     check_next_calls_work()
 
 
+@pytest.mark.only_ci
 @pytest.mark.ranks(2)
 @pytest.mark.world_kinds("torch-mpi")
 @everywhere

@@ -176,6 +176,7 @@ def named_by_analyser(folder: Path, caplog: pytest.LogCaptureFixture) -> set[int
 
 
 # torch's analyser warns on Python 3.13.
+@pytest.mark.only_ci
 @pytest.mark.filterwarnings("ignore:Failing to pass a value:DeprecationWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_the_rank_that_is_behind_is_named_with_its_line(

@@ -56,6 +56,7 @@ def test_ranks_send_each_other_tensors_of_any_size(length: int) -> None:
     assert torch.equal(output, torch.cat([rows[i].split(counts[i])[rank] for i in range(size)]))
 
 
+@pytest.mark.only_ci
 @everywhere
 def test_messages_of_all_kinds_in_flight_together() -> None:
     rank, size = hvd.rank(), hvd.size()

@@ -85,6 +85,7 @@ def held() -> dict[str, int]:
     }
 
 
+@pytest.mark.only_ci
 @pytest.mark.ranks(2)
 @everywhere
 def test_repeated_worlds_leak_nothing() -> None:

@@ -174,6 +174,7 @@ def test_frozen_layers_do_not_delay_the_others() -> None:
     assert frozen > 0.3 and thawed > 0.3
 
 
+@pytest.mark.only_ci
 @pytest.mark.ranks(1, 2)
 @everywhere
 def test_buckets_do_not_change_to_and_fro() -> None:

@@ -489,6 +489,7 @@ def test_a_hyperparameter_gets_the_kind_that_was_saved(tmp_path: Path) -> None:
         assert float(found) == pytest.approx(0.02)
 
 
+@pytest.mark.only_ci
 @later_with_horovod
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     state, newest, part = sharded_run(), tmp_path / "step-000000002", f"__{hvd.size() - 1}_0.distcp"

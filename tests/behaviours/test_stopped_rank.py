@@ -137,6 +137,7 @@ def error_and_rejoin(where: str, folder: Path) -> str:
     return error
 
 
+@pytest.mark.only_ci
 @pytest.mark.ranks(3)
 def test_errors_name_a_stopped_rank_and_no_other(world: World, tmp_path: Path) -> None:
     world.run(import_what_torch_imports_later)

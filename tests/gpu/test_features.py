@@ -573,6 +573,7 @@ def left(how: str, device: str, pipe: str) -> None:
         print("\n" + json.dumps([type(error).__name__, str(error), waited, seconds]), flush=True)
 
 
+@pytest.mark.only_ci(where=lambda how: how != "failed")
 @pytest.mark.parametrize("how", ["killed", "failed", "ended"])
 def test_a_rank_names_the_one_that_left_while_it_waited_in_item(
     how: str, record_property: Record, tmp_path: Path
@@ -587,6 +588,7 @@ def test_a_rank_names_the_one_that_left_while_it_waited_in_item(
     assert waited < 20 and seconds < 20
 
 
+@pytest.mark.only_ci
 def test_a_rank_that_leaves_does_not_wait_for_one_that_was_killed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     ended = launched(2, "left", "killed at the end", DEVICE, tmp_path / "pipe")

@@ -39,7 +39,7 @@ def test_a_batch_script_trains_on_two_nodes(script: str, slurm: Slurm, tmp_path:
 HOST_FILES = {"pbs.sh": "PBS_NODEFILE", "lsf.sh": "LSB_DJOB_HOSTFILE"}
 
 
-@pytest.mark.only_ci(where=lambda script: script == "lsf.sh")
+@pytest.mark.only_ci
 @pytest.mark.parametrize("script", HOST_FILES)
 def test_a_batch_script_trains_on_the_hosts_of_the_job(script: str, tmp_path: Path) -> None:
     hosts, metrics = tmp_path / "hosts", tmp_path / "metrics.json"

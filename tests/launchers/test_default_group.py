@@ -136,6 +136,7 @@ print("sizes", code, hvd.size())
 """
 
 
+@pytest.mark.only_ci
 def test_a_process_that_is_forked_while_another_thread_calls_init_can_call_init(script: Script) -> None:
     ended = finish([sys.executable, script(DURING_INIT)], forks=False)
     assert (ended.code, ended.output) == (0, "sizes 1 1\n")

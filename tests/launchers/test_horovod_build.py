@@ -62,13 +62,15 @@ os.write(1, b"all right\\n")
 """
 
 
+@pytest.mark.only_ci
 def test_other_threads_can_run_while_an_operation_starts(script: Script) -> None:
     """Otherwise a start that waits for an unreachable rank would stop them, too."""
     output = launch("torchrun-horovod", script(START_OF_MANY)).check()
     assert output.count("all right") == 2
 
 
-@pytest.mark.parametrize("launcher", ["torchrun-horovod", pytest.param("mpirun", marks=pytest.mark.only_ci)])
+@pytest.mark.only_ci
+@pytest.mark.parametrize("launcher", ["torchrun-horovod", "mpirun"])
 def test_an_operation_starts_while_horovod_waits_for_another_rank(script: Script, launcher: str) -> None:
     """Otherwise a rank that comes late waits for its start, because the others start nothing and only wait."""
     output = launch(launcher, script(START_BESIDE_A_STOPPED_RANK)).check()
@@ -95,6 +97,7 @@ def test_ranks_with_different_builds_are_an_error_that_names_them(script: Script
     assert ended.output.count(f"<{told} instead.") == 2
 
 
+@pytest.mark.only_ci
 def test_a_source_that_is_not_of_horovod_is_an_error_before_the_build(tmp_path: Path) -> None:
     source = tmp_path / "horovod-0.28.1.tar.gz"
     source.write_text("not an archive")

@@ -18,7 +18,7 @@ FORMS = [f"members-{form}" for form in ("split", "list", "all", "reversed")]
 FORMS += [f"sets-{form}" for form in ("whole", "reversed", "split", "list")]
 
 
-@pytest.mark.only_ci(where=lambda backend: backend == "horovod")
+@pytest.mark.only_ci
 @pytest.mark.only_all(where=lambda forms: forms[0] not in ("members-split", "sets-whole", "sets-split"))
 @pytest.mark.parametrize(
     ("backend", "forms"),

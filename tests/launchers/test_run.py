@@ -283,6 +283,7 @@ def test_the_error_names_a_host_that_cannot_be_reached(host: str, words: str, ru
     assert ended.errors.count("dualdist run:") == 1
 
 
+@pytest.mark.only_ci(where=lambda mode: mode != "garbage")
 @pytest.mark.parametrize("mode", ["nothing", "garbage", "a wrong line"])
 def test_what_answers_in_place_of_ssh_is_ended(
     mode: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -325,6 +326,7 @@ def test_an_agent_that_is_killed_leaves_nothing_running(
     assert families().left(0) == []
 
 
+@pytest.mark.only_ci
 @pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize("host", ["localhost", "hostA"])
 def test_an_agent_that_is_stopped_is_ended_with_the_job(
@@ -408,6 +410,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_running(families: Families) ->
         launcher.communicate()
 
 
+@pytest.mark.only_ci(where=lambda backend: backend == "horovod")
 @pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize(
     ("backend", "where", "six"),

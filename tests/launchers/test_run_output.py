@@ -62,6 +62,7 @@ def test_closing_waits_until_everything_is_written() -> None:
     os.close(writer)
 
 
+@pytest.mark.only_ci(where=lambda where: where is OVER_SSH)
 @pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize("where", [HERE, OVER_SSH], ids=["here", "ssh"])
 def test_a_signal_ends_the_job_while_nobody_reads_its_output(where: tuple[str, str], families: Families) -> None:
@@ -74,6 +75,7 @@ def test_a_signal_ends_the_job_while_nobody_reads_its_output(where: tuple[str, s
         assert family.left(0) == []
 
 
+@pytest.mark.only_ci
 @pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize("where", [HERE, OVER_SSH], ids=["here", "ssh"])
 def test_two_interrupts_end_the_job_while_nobody_reads_its_output(where: tuple[str, str], families: Families) -> None:
@@ -113,6 +115,7 @@ def test_a_failure_ends_the_others_while_nobody_reads_the_output(
         assert launcher.wait(60) == 3
 
 
+@pytest.mark.only_ci
 def test_a_long_line_takes_little_memory(families: Families) -> None:
     source = FAMILY + ("for _ in range(200): os.write(1, b'x' * 1000000)\nprint('\\nwritten')\nsignal.pause()\n")
     with started("-np", "1", *python(source)) as launcher:

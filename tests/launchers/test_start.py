@@ -126,6 +126,7 @@ def outputs(request: pytest.FixtureRequest) -> Iterator[Outputs]:
         yield futures
 
 
+@pytest.mark.only_ci(where=lambda case: case[:3] == ("torch", "tcp", "before"))
 @pytest.mark.only_ci(where=lambda case: case[0] == "horovod" and case[2] != "stopped")
 @pytest.mark.only_all(where=lambda case: case[:3] == ("torch", "file", "before"))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[:3]))
@@ -139,6 +140,7 @@ def test_a_rank_that_dies_or_stops_during_the_start_is_named_by_all_others(
         assert re.match(case[-1], text), output
 
 
+@pytest.mark.only_ci
 def test_a_server_that_is_stopped_ends_the_start() -> None:
     """A stopped process still accepts connections: the kernel does."""
     with socket.create_server(("127.0.0.1", 0)) as stopped:
@@ -154,6 +156,7 @@ def test_a_host_without_an_address_is_named() -> None:
     assert "the host 'no-such-host.invalid' has no address" in ended.output
 
 
+@pytest.mark.only_ci
 def test_a_name_server_that_does_not_answer_does_not_lengthen_the_start(tmp_path: Path) -> None:
     """In a network of its own, with a name server that only listens."""
     alone = ["unshare", "--net", "--mount"]

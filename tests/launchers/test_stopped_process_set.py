@@ -59,7 +59,7 @@ subprocess.Popen([sys.executable, "-IS", "-c", KILL, *processes])
 MPI = {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"}
 
 
-@pytest.mark.only_ci(where=lambda launcher: launcher == "torchrun-horovod")
+@pytest.mark.only_ci
 @pytest.mark.only_all(where=lambda launcher: launcher == "mpirun")
 @pytest.mark.parametrize(
     ("launcher", "environment"),

@@ -28,7 +28,7 @@ def first_of_two_ranks(name: str) -> list[Outcome]:
     return []
 
 
-@pytest.mark.only_ci(where=lambda world, dtype: world == "torch-gloo-3" and dtype == torch.float32)
+@pytest.mark.only_ci(where=lambda world, dtype: world == "torch-gloo-2" and dtype == torch.float32)
 @pytest.mark.only_ci(where=lambda world, dtype: world == "horovod-gloo-2" and dtype == torch.float64)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("style", STYLES)

@@ -139,6 +139,7 @@ def test_a_failure_ends_all_communicators_also_of_communication_hooks_and_other_
     assert not dist.is_initialized()
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_a_rank_that_an_error_ends_aborts_all_communicators_before_it_destroys_one(
     has_failed: bool, communicators: list[Communicator], monkeypatch: pytest.MonkeyPatch

@@ -67,11 +67,13 @@ def printed(script: str, **environment: str) -> list[int]:
     return [int(number) for number in finished.stdout.split()]
 
 
+@pytest.mark.only_ci
 def test_after_training_a_large_chunk_comes_from_the_heap_and_is_used_again_without_page_faults() -> None:
     before, after, faults = printed("print_mapped(); train(); print_mapped(); print_faults()")
     assert (before, after) == (1, 0)
     assert faults < _PAGES
 
 
+@pytest.mark.only_ci
 def test_malloc_variables_of_the_user_win() -> None:
     assert printed("train(); print_mapped()", MALLOC_MMAP_THRESHOLD_="131072") == [1]

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.utils import _device
@@ -18,6 +19,8 @@ from torch.utils import _device
 import dualdist
 
 PACKAGE = Path(dualdist.__file__).parent
+
+pytestmark = pytest.mark.only_ci
 
 
 @functools.cache
@@ -239,11 +242,13 @@ def is_listed(found: dict[str, str], listed: list[str]) -> None:
     assert sorted(set(listed) - found.keys()) == [], "these names are no longer used: take them from the list"
 
 
+@pytest.mark.only_ci
 def test_private_names_of_others_become_fewer() -> None:
     found = {name: f"{file}:{getattr(node, 'lineno', 0)}" for file, node in nodes() for name in uses(node)}
     is_listed(found, [name for names in PRIVATE_NAMES.values() for name in names.split()])
 
 
+@pytest.mark.only_ci
 def test_private_methods_for_others_become_fewer() -> None:
     names = {node.attr for _, node in nodes() if isinstance(node, ast.Attribute)}
     found = {
@@ -270,6 +275,7 @@ def patched(tree: ast.Module) -> Iterator[ast.Attribute]:
                 yield node
 
 
+@pytest.mark.only_ci
 def test_patches_of_the_whole_process_become_fewer() -> None:
     gone = [what for file, listed in PATCHES.items() for what in listed if what not in sources().get(file, "")]
     assert gone == [], "take them from the list"
@@ -280,6 +286,7 @@ def test_patches_of_the_whole_process_become_fewer() -> None:
             assert text in listed or text in NO_PATCHES or node.attr in NO_PATCHES, f"{file}:{node.lineno}: {text}"
 
 
+@pytest.mark.only_ci
 def test_acts_on_the_whole_process_become_fewer() -> None:
     found = {
         f"{file}: {act}": f"{file}:{node.lineno}"

@@ -58,6 +58,7 @@ def lacking() -> dict[str, list[str] | None]:
     return dict(map(json.loads, ended.stdout.splitlines()))
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("part", PARTS)
 def test_a_world_of_one_trains_without(part: str, lacking: dict[str, list[str] | None]) -> None:
     names = lacking[part]

@@ -37,6 +37,7 @@ STAYS = {
 """What `shutdown` leaves."""
 
 
+@pytest.mark.only_ci(where=lambda launcher, own: not launcher or not own)
 @pytest.mark.parametrize("own", [[], ["SIGUSR2"]], ids=["", "SIGUSR2 is handled"])
 @pytest.mark.parametrize("launcher", [[], DUALDIST_RUN], ids=["alone", "two"])
 def test_init_changes_only_what_is_listed(launcher: list[str], own: list[str], tmp_path: Path) -> None:
