@@ -64,8 +64,8 @@ def _hyperparameters(optimizer: torch.optim.Optimizer | None) -> dict[str, objec
             for group in optimizer.param_groups
             if isinstance(group.get(name), bool | int | float | tuple | torch.Tensor)
         ]
-        # load_state_dict() adds `differentiable` to the defaults alone, and one rank may be the only one that calls it.
-        for name in sorted(set(optimizer.defaults).intersection(*optimizer.param_groups))
+        # load_state_dict() adds `differentiable` to the defaults, and one rank may be the only one that calls it.
+        for name in sorted(set(optimizer.defaults).intersection(*optimizer.param_groups) - {"differentiable"})
     }
 
 

@@ -78,8 +78,9 @@ class OneOption(torch.optim.Optimizer):
         pass
 
 
-def load_on_rank_0() -> None:
+def load_on_rank_0(options: Any = None) -> None:
     plain = OneOption([nn.Parameter(torch.ones(1))], {"lr": 1.0})
+    plain.param_groups[0].update(options or {})
     if hvd.rank() == 0:
         plain.load_state_dict(plain.state_dict())  # adds `differentiable` to its defaults
     optimizer = hvd.DistributedOptimizer(plain)
@@ -99,6 +100,7 @@ SILENT: dict[str, Callable[[], object]] = {
     "equal, optimizer": lambda: train("optimizer", 1.0),
     "equal, module": lambda: train("module", 1.0),
     "one rank has loaded a state": load_on_rank_0,
+    "one rank has loaded a state, groups of another optimizer": lambda: load_on_rank_0({"differentiable": False}),
     "options that are no numbers": have_other_options,
 }
 
