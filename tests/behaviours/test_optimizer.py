@@ -457,6 +457,25 @@ def test_parameters_that_no_rank_used_have_zeros_in_the_step_and_not_before() ->
     assert (used.tolist(), unused.tolist(), frozen.grad) == ([-0.5, -0.5], [0.5, 0.5], None)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+@everywhere
+def test_parameters_that_no_rank_used_have_zeros_after_synchronize(passes: int) -> None:
+    """So Horovod's recipe for clipping takes the same step as one without: weight decay changes them."""
+    used, unused, frozen = (nn.Parameter(torch.ones(2), requires_grad=number < 2) for number in range(3))
+    plain = torch.optim.SGD([used, unused, frozen], lr=1.0, weight_decay=0.5)
+    optimizer = hvd.DistributedOptimizer(plain, backward_passes_per_step=passes)
+    used.sum().backward()
+    optimizer.synchronize()
+    assert unused.grad is not None and unused.grad.tolist() == [0.0, 0.0]
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert (used.tolist(), unused.tolist(), frozen.grad) == ([-0.5, -0.5], [0.5, 0.5], None)
+    optimizer.zero_grad()
+    (used.sum() + unused.sum() * (hvd.rank() + 1)).backward()
+    optimizer.synchronize()
+    assert unused.grad.tolist() == [mean()] * 2
+
+
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 @everywhere
 def test_parameters_without_a_gradient_have_zeros_after_a_broadcast_of_a_new_state(op: int) -> None:

@@ -141,6 +141,9 @@ class Combiner:
     def before_step(self) -> None:
         """Prepare for `step()`, after gradients are combined. Local."""
 
+    def fill_unused(self) -> None:
+        """Give zeros to parameters that no rank used, after gradients are combined. Local."""
+
     def fill(self, kept: Set[int]) -> None:
         """Give zeros to parameters that require a gradient and have none. Local.
 

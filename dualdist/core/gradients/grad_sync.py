@@ -465,6 +465,9 @@ class GradSync(Combiner):
                 self.refuse(f"one of shape {tuple(param.shape)} was put into param_groups without add_param_group()")
 
     def before_step(self) -> None:
+        self.fill_unused()
+
+    def fill_unused(self) -> None:
         """Give zeros to parameters that no rank used, as Horovod does (horovod/torch/optimizer.py:177)."""
         if len(self._reducer.used) < len(self._params):
             self.fill({id(self._tensors[index]) for index in self._reducer.used})

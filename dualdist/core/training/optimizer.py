@@ -46,9 +46,11 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Combine gradients that backward left uncombined. Usually there are none.
 
-        Collective when there are any, as after fewer backward passes than `backward_passes_per_step`.
+        Parameters that no rank used get zeros, as in `step()`. Collective when there are gradients to combine, as after
+        fewer backward passes than `backward_passes_per_step`.
         """
         self._combiner.synchronize()
+        self._combiner.fill_unused()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients locally in the `with` block, as DistributedDataParallel.no_sync.
