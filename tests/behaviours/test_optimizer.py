@@ -476,6 +476,21 @@ def test_parameters_that_no_rank_used_have_zeros_after_synchronize(passes: int) 
     assert unused.grad.tolist() == [mean()] * 2
 
 
+@everywhere
+def test_a_parameter_that_is_frozen_later_stays_what_it_is() -> None:
+    trained, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([trained, frozen], lr=1.0, momentum=0.5, weight_decay=0.5))
+    for freezes in (False, True):
+        frozen.requires_grad_(not freezes)
+        optimizer.zero_grad()
+        (trained + frozen).sum().backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert frozen.tolist() == [-0.5, -0.5]
+    assert trained.tolist() == [-2.0, -2.0]  # the second step is 0.5 * 1.5 + 1 - 0.25
+
+
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 @everywhere
 def test_parameters_without_a_gradient_have_zeros_after_a_broadcast_of_a_new_state(op: int) -> None:
