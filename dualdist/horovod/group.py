@@ -21,7 +21,6 @@ from ..core.backends.base import CombinedWork, Group, Work
 from ..core.process import Patience, in_time, skip_destructors_at_exit
 from ..errors import BackendUnavailableError, HorovodInternalError, StallError
 from ..mpi import meeting as mpi
-from ..mpi.meeting import missing_on_host, waited
 from . import horovods_version, real_horovod
 
 with real_horovod():
@@ -40,7 +39,7 @@ def limited(step: Callable[[], T], rank: int, seconds: float) -> T:
         return in_time(step, seconds)
     except (TimeoutError, StallError) as error:  # ours, or the step's own
         never_shut_down()
-        raise StallError(waited(rank, missing_on_host(), "Horovod", seconds)) from error
+        raise StallError(mpi.waited(rank, "Horovod", seconds)) from error
 
 
 stuck = threading.Event()

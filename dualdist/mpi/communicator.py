@@ -217,19 +217,13 @@ class Communicator:
             sent = Buffer(tensor.clone())
         if received.data.nbytes > LARGEST_BYTES:
             everybody = dict.fromkeys(range(self.size), sent.data)
-            yield from self._exchange(everybody, dict(enumerate(self._rows(received))), [received])
-            return
-        yield
-        message = self._mpi.IN_PLACE if is_in_place else self._message(sent.data)
-        yield self.comm.Iallgather(message, self._message(received.data))
-        yield
+            yield from self._exchange(everybody, dict(enumerate(self._rows(received))))
+        else:
+            yield
+            message = self._mpi.IN_PLACE if is_in_place else self._message(sent.data)
+            yield self.comm.Iallgather(message, self._message(received.data))
+            yield
         received.finish()
-
-    def allgather_list(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
-        """Gather into one tensor per member. They may differ in size."""
-        check_number("outputs", outputs, self.size)
-        sent, received = Buffer(tensor), [Buffer(output) for output in outputs]
-        return self._exchange(dict.fromkeys(range(self.size), sent.data), _blocks(received), received)
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
@@ -241,27 +235,9 @@ class Communicator:
             yield
             yield self.comm.Ialltoall(self._message(out.data), self._message(into.data))
             yield
-            into.finish()
         else:
-            yield from self._exchange(self._split(out, tensor, sent), self._split(into, output, received), [into])
-
-    def alltoall_list(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Operation:
-        check_number("outputs", outputs, self.size)
-        check_number("inputs", tensors, self.size)
-        received, sent = [Buffer(output) for output in outputs], [Buffer(tensor) for tensor in tensors]
-        return self._exchange(_blocks(sent), _blocks(received), received)
-
-    def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Operation:
-        """outputs: one per member at the root, none elsewhere."""
-        check_number("outputs", outputs, self.size if self.rank == root else 0)
-        sent, received = Buffer(tensor), [Buffer(output) for output in outputs]
-        return self._exchange({root: sent.data}, _blocks(received), received)
-
-    def scatter(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> Operation:
-        """tensors: one per member at the root, none elsewhere."""
-        check_number("inputs", tensors, self.size if self.rank == root else 0)
-        received, sent = Buffer(output), [Buffer(tensor) for tensor in tensors]
-        return self._exchange(_blocks(sent), {root: received.data}, [received])
+            yield from self._exchange(self._split(out, tensor, sent), self._split(into, output, received))
+        into.finish()
 
     def barrier(self) -> Operation:
         yield
@@ -311,13 +287,20 @@ class Communicator:
         width = buffer.data.nbytes // rows if rows else 0
         return dict(enumerate(_bytes(buffer.data).split([count * width for count in counts])))
 
-    def _exchange(
-        self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], buffers: Sequence[Buffer]
-    ) -> Operation:
+    def exchange(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> Operation:
         """Send `sent[member]` to each member in it, and receive from each in `received`. Both sides must agree on them.
 
-        buffers: those of which `received` has the bytes.
+        The tensors may differ in size.
         """
+        out = {id(tensor): Buffer(tensor) for tensor in sent.values()}  # a gather has one for all members
+        into = {member: Buffer(tensor) for member, tensor in received.items()}
+        data = {member: buffer.data for member, buffer in into.items()}
+        yield from self._exchange({member: out[id(tensor)].data for member, tensor in sent.items()}, data)
+        for buffer in into.values():
+            buffer.finish()
+
+    def _exchange(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> Operation:
+        """Do what `exchange` does, with memory that MPI can use."""
         if self.rank in sent:
             _check_bytes(received[self.rank], sent[self.rank].nbytes)
         yield
@@ -332,25 +315,11 @@ class Communicator:
         if self.rank in sent and received[self.rank].data_ptr() != sent[self.rank].data_ptr():
             _bytes(received[self.rank]).copy_(_bytes(sent[self.rank]))
         yield
-        for buffer in buffers:
-            buffer.finish()
 
 
 def _bytes(data: torch.Tensor) -> torch.Tensor:
     # A tensor with one element is contiguous with any stride, but torch views it as bytes only with stride 1.
     return data.as_strided((data.numel(),), (1,)).view(torch.uint8)
-
-
-def _blocks(buffers: Sequence[Buffer]) -> dict[int, torch.Tensor]:
-    return {member: buffer.data for member, buffer in enumerate(buffers)}
-
-
-def check_number(what: str, tensors: Sequence[object], wanted: int) -> None:
-    """Raise RuntimeError unless there are as many `tensors` as `wanted`."""
-    if len(tensors) != wanted:
-        raise RuntimeError(
-            f"`{what}` must be {wanted} tensors, one per member, but is {len(tensors)} instead. Give one for each."
-        )
 
 
 def _check_bytes(found: torch.Tensor, wanted: int) -> None:

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -30,40 +30,10 @@ from ..core.process import at_exit, in_time
 from ..core.types import Launch
 from ..errors import logger
 
-# Which ranks on this host have begun to start: MPI cannot report for whom it waits.
-#
-# Each rank listens at an abstract Unix address (unix(7)) with its job and local rank, which ends with the process.
-
-_CONNECT_SECONDS = 1.0
-
-_own: list[socket.socket] = []
-"""The sockets of this process."""
-
 _ALGORITHM = {"OMPI_MCA_coll_libnbc_iallreduce_algorithm": "3"}
 """Reduce-scatter, then allgather (Rabenseifner). Without it, Open MPI's MPI_Iallreduce of numbers in place sends all of
 them to rank 0 and back (nbc_allreduce_init in ompi/mca/coll/libnbc/nbc_iallreduce.c): between two hosts, where the link
 takes the time, a step then took up to 1.7 times as long. It applies to the script's own calls, too."""
-
-
-def missing_local_ranks(launch: Launch, env: Mapping[str, str]) -> list[int]:
-    """Return the local ranks of this host that have not begun to start, have ended or are stopped. Local."""
-    with contextlib.suppress(OSError):  # its launcher is not visible: nobody has announced itself
-        return [rank for rank in range(launch.local_size or 0) if not _runs(_address(launch, env, rank))]
-    return []
-
-
-def _address(launch: Launch, env: Mapping[str, str], local_rank: int) -> str:
-    digest = needed("host_board").job_digest(launch, env)
-    return f"\0dualdist-{os.getuid()}-{digest}-{local_rank}"
-
-
-def _runs(address: str) -> bool:
-    """Return whether a process listens at `address` and is not stopped."""
-    with contextlib.suppress(OSError), connected(address, 0, _CONNECT_SECONDS) as probe:
-        process = own_peer(probe)
-        # A process that was forked from a dead rank keeps its socket.
-        return process is not None and process_status(process)[0] not in "TtZX"
-    return False
 
 
 @functools.cache
@@ -194,13 +164,17 @@ def world_size() -> int:
     return 0 if mpi is None else int(mpi.COMM_WORLD.Get_size())
 
 
-# How long calls of MPI may take while a world starts.
+# How long calls of MPI may take while a world starts, and which ranks of this host have not begun to start.
 #
-# MPI has no timeouts: its calls wait for ranks that never arrive or are stopped. A board polls for its
-# messages. MPI_Init and the creation of a communicator have no such form; there a thread ends the process.
+# MPI has no timeouts: its calls wait for ranks that never arrive or are stopped, and it cannot report for whom. A board
+# polls for its messages. MPI_Init and the creation of a communicator have no such form; there a thread ends the
+# process. Each rank listens at an abstract Unix address (unix(7)) with its job and local rank, which ends with it.
 
 _OTHER_HOSTS_SECONDS = 2.0
 """How much longer a process waits if none of its own host is missing."""
+_CONNECT_SECONDS = 1.0
+_own: list[socket.socket] = []
+"""The sockets of this process."""
 
 
 @dataclass
@@ -220,6 +194,29 @@ class _Limit:
             with contextlib.suppress(OSError):
                 if launch.local_rank is not None:
                     _own.append(listener_at(_address(launch, self.env, launch.local_rank), 0))
+
+    def missing(self) -> list[int]:
+        """Return the local ranks of this host that have not begun to start, have ended or are stopped. Local."""
+        launch = self.launch
+        with contextlib.suppress(OSError):  # its launcher is not visible: nobody has announced itself
+            if launch is not None:
+                ranks = range(launch.local_size or 0)
+                return [rank for rank in ranks if not _runs(_address(launch, self.env, rank))]
+        return []
+
+
+def _address(launch: Launch, env: Mapping[str, str], local_rank: int) -> str:
+    digest = needed("host_board").job_digest(launch, env)
+    return f"\0dualdist-{os.getuid()}-{digest}-{local_rank}"
+
+
+def _runs(address: str) -> bool:
+    """Return whether a process listens at `address` and is not stopped."""
+    with contextlib.suppress(OSError), connected(address, 0, _CONNECT_SECONDS) as probe:
+        process = own_peer(probe)
+        # A process that was forked from a dead rank keeps its socket.
+        return process is not None and process_status(process)[0] not in "TtZX"
+    return False
 
 
 _limit: ContextVar[_Limit | None] = ContextVar("limit", default=None)
@@ -251,13 +248,11 @@ def ending_late_calls(call: str) -> Iterator[None]:
     def watch() -> None:
         if returned.wait(limit.seconds):
             return
-        missing = [] if limit.launch is None else missing_local_ranks(limit.launch, limit.env)
         # When this process ends, so do the others: the host of a missing one reports first.
-        if not missing and returned.wait(_OTHER_HOSTS_SECONDS):
+        if not limit.missing() and returned.wait(_OTHER_HOSTS_SECONDS):
             return
         rank = None if limit.launch is None else limit.launch.rank
-        error = waited(rank, missing_on_host(limit), call, limit.seconds, missing)
-        os.write(2, f"dualdist: {error}\n".encode())
+        os.write(2, f"dualdist: {waited(rank, call, limit.seconds, limit)}\n".encode())
         os._exit(1)
 
     watcher = threading.Thread(target=watch, name="dualdist-mpi-start", daemon=True)
@@ -269,32 +264,21 @@ def ending_late_calls(call: str) -> Iterator[None]:
         watcher.join()
 
 
-def missing_on_host(limit: _Limit | None = None) -> list[int]:
-    """Return the missing ranks of a start, None: of that which this thread runs, if all are on this host. Local."""
-    limit = limit or _limit.get()
-    if limit is None or limit.launch is None or not is_one_host(limit.launch):
-        return []
-    return missing_local_ranks(limit.launch, limit.env)
+def waited(rank: int | None, call: str, seconds: float, limit: _Limit | None = None) -> str:
+    """Return the text of the error of `rank` after waiting in `call`. It names the missing ranks of this host.
 
-
-def waited(rank: int | None, missing: list[int], call: str, seconds: float, missing_here: Sequence[int] = ()) -> str:
-    """Return the text of the error of `rank` after waiting for `missing` in `call`; no ranks: they are unknown.
-
-    missing_here: local ranks of this host.
+    limit: of the start; None: of that which this thread runs, if any.
     """
-    who = "This process" if rank is None else f"Rank {rank}"
-    if missing:
-        others = f"{shown_ranks(missing)}, which did not arrive or {_are(missing)} stopped, in {call}."
-    else:
-        others = f"another rank in {call}."
-        if missing_here:
-            named = f"local {shown_ranks(missing_here)}"
-            others += f" On {socket.gethostname()}, {named} did not arrive or {_are(missing_here)} stopped."
-    return f"{who} waited {seconds:.0f} s for {others} {ADVICE}"
-
-
-def _are(numbers: Sequence[int]) -> str:
-    return "are" if len(numbers) > 1 else "is"
+    limit = limit or _limit.get()
+    missing = [] if limit is None else limit.missing()
+    gone = f"did not arrive or {'are' if len(missing) > 1 else 'is'} stopped"
+    others = f"another rank in {call}."
+    if limit is not None and limit.launch is not None and missing:
+        if is_one_host(limit.launch):
+            others = f"{shown_ranks(missing)}, which {gone}, in {call}."
+        else:
+            others += f" On {socket.gethostname()}, local {shown_ranks(missing)} {gone}."
+    return f"{'This process' if rank is None else f'Rank {rank}'} waited {seconds:.0f} s for {others} {ADVICE}"
 
 
 # The address of rank 0's server, as a message from rank 0 to each other rank.

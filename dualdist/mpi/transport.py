@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from ..core.meeting import Meeting
 from ..core.types import Launch
 from ..errors import BackendUnavailableError
 from . import meeting as mpi
-from .communicator import Communicator, Operation, check_number
+from .communicator import Communicator, Operation
 from .work import FORKED, MpiWork, given_up, progress
 
 __all__ = ("NAME", "create", "register", "require", "start")
@@ -163,6 +163,7 @@ def profiler_range(what: str, inputs: Sequence[torch.Tensor]) -> Any:
     return end
 
 
+T = TypeVar("T")
 Tensors = list[torch.Tensor]
 _KEPT_WORKS, _SMALL_BYTES = 1024, 64
 
@@ -278,6 +279,15 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
+    def _by_member(self, what: str, tensors: Sequence[T]) -> dict[int, T]:
+        """Return what `tensors` has for each member. Raises RuntimeError unless it has one entry for each."""
+        if len(tensors) != self._size:
+            raise RuntimeError(
+                f"`{what}` must be {self._size} tensors, one per member, but is {len(tensors)} instead. Give one for "
+                "each."
+            )
+        return dict(enumerate(tensors))
+
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
 
@@ -323,8 +333,8 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._start("reduce", [self._usable.reduce(tensors[0], _op(opts), opts.rootRank)], tensors, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> MpiWork:  # type: ignore[override]
-        check_number("inputs", inputs[0], self._size)
-        operation = self._usable.reduce_scatter(outputs[0], inputs[0], _op(opts))
+        rows = self._by_member("inputs", inputs[0])
+        operation = self._usable.reduce_scatter(outputs[0], [*rows.values()], _op(opts))
         return self._start("reduce_scatter", [operation], outputs, opts, inputs=inputs[0])
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MpiWork:
@@ -355,21 +365,24 @@ class MpiProcessGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single  # type: ignore[assignment]
 
     def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> MpiWork:  # type: ignore[override]
-        operation = self._usable.allgather_list(outputs[0], tensors[0])
-        return self._start("allgather", [operation], outputs[0], opts, inputs=tensors)
+        return self.allgather_coalesced([[output] for output in outputs[0]], tensors, opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> MpiWork:
         """outputs: for each member, a list with one tensor for each of `tensors`."""
-        check_number("outputs", outputs, self._size)
-        pairs = zip(zip(*outputs, strict=True), tensors, strict=True)
-        operations = [self._usable.allgather_list(rows, tensor) for rows, tensor in pairs]
+        by_member = self._by_member("outputs", outputs)
+        operations = [
+            self._usable.exchange(
+                dict.fromkeys(by_member, tensor), {member: rows[number] for member, rows in by_member.items()}
+            )
+            for number, tensor in enumerate(tensors)
+        ]
         gathered = [tensor for rows in outputs for tensor in rows]
         return self._start("allgather", operations, gathered, opts, inputs=tensors)
 
     def gather(self, outputs: list[Tensors], tensors: Tensors, opts: Any) -> MpiWork:  # type: ignore[override]
-        rows = outputs[0] if self._rank == opts.rootRank else []
-        operation = self._usable.gather(rows, tensors[0], opts.rootRank)
-        return self._start("gather", [operation], rows, opts, inputs=tensors)
+        rows = self._by_member("outputs", outputs[0]) if self._rank == opts.rootRank else {}
+        operation = self._usable.exchange({opts.rootRank: tensors[0]}, rows)
+        return self._start("gather", [operation], [*rows.values()], opts, inputs=tensors)
 
     def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> MpiWork:
         is_root = self._rank == opts.rootRank
@@ -378,9 +391,9 @@ class MpiProcessGroup(dist.ProcessGroup):
     gather_into_tensor = gather_single  # type: ignore[assignment]
 
     def scatter(self, outputs: Tensors, tensors: list[Tensors], opts: Any) -> MpiWork:  # type: ignore[override]
-        rows = tensors[0] if self._rank == opts.rootRank else []
-        operation = self._usable.scatter(outputs[0], rows, opts.rootRank)
-        return self._start("scatter", [operation], outputs, opts, inputs=rows)
+        rows = self._by_member("inputs", tensors[0]) if self._rank == opts.rootRank else {}
+        operation = self._usable.exchange(rows, {opts.rootRank: outputs[0]})
+        return self._start("scatter", [operation], outputs, opts, inputs=[*rows.values()])
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int], opts: Any = None
@@ -391,7 +404,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> MpiWork:
-        operation = self._usable.alltoall_list(outputs, tensors)
+        operation = self._usable.exchange(self._by_member("inputs", tensors), self._by_member("outputs", outputs))
         return self._start("alltoall", [operation], outputs, opts, inputs=tensors)
 
     def barrier(self, opts: Any = None) -> MpiWork:
