@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..copies import OF_LAUNCHER, RUN_ID, add_copies, agent_variables, names_of_copies, torchrun_variables
@@ -41,7 +41,14 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
     `prepare` raises it on one of them.
     """
     env = without_copies(os.environ)
-    with _job(env) as (launch, find):
+    kind = process_manager(env)
+    with contextlib.ExitStack() as stack:
+
+        def pmix_size() -> int:
+            manager = None if kind is None else stack.enter_context(connected_to(kind))
+            return manager.job_size() if isinstance(manager, Pmix) else 0
+
+        launch = detect(env, pmix_size)
         mpi = extension("mpi")
         if mpi is not None:
             mpi.warn_of_smaller_world(launch.rank, launch.size, launch.launcher)
@@ -54,18 +61,31 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
             os.environ.update(prepare(World(*[int(env[name]) for name in _OF_TORCHRUN])))
         if is_torchrun or (is_set and prepare is None):
             return
-        seconds = read_settings(env).start_timeout_seconds
-        with contextlib.ExitStack() as stack:
-            gather: Gather = (
-                (lambda text: [text])
-                if launch.size == 1
-                else stack.enter_context(Meeting(find(seconds), launch.rank, launch.size, seconds)).gather
-            )
-            variables = _agreed(launch, env, gather, prepare)
+        seconds, gather = read_settings(env).start_timeout_seconds, _alone
+        if launch.size > 1:
+            board = _board(launch, env, seconds, stack)
+            gather = stack.enter_context(Meeting(board, launch.rank, launch.size, seconds)).gather
+        variables = _agreed(launch, env, gather, prepare)
     for name in (_THREADS, _INTERFACE):
         if (value := variables.pop(name, "")) and not env.get(name):
             os.environ[name] = value
     add_copies(variables, os.environ)
+
+
+def _alone(text: str) -> list[str]:
+    return [text]
+
+
+def _board(launch: Launch, env: Mapping[str, str], seconds: float, stack: contextlib.ExitStack) -> Board:
+    """Return where the ranks meet, until `stack` ends. seconds: to wait for the other ranks."""
+    kind, mpi = process_manager(env), extension("mpi")
+    is_wanted = launch.init_method is None and launch.starts_mpi and not is_one_host(launch)
+    if kind and is_wanted and not (mpi is not None and mpi.has_started()):
+        return PmiBoard(launch, env, stack.enter_context(connected_to(kind)), seconds)
+    board = find_board(launch, env, may_start_mpi=False)
+    if board is None:
+        raise no_board(launch, "use a launcher that serves PMI or PMIx (mpirun, or srun --mpi=pmix)")
+    return board
 
 
 def process_managers_board(launch: Launch, env: Mapping[str, str]) -> Board | None:
@@ -74,34 +94,6 @@ def process_managers_board(launch: Launch, env: Mapping[str, str]) -> Board | No
         return None
     export_environment()
     return given_board(replace(launch, init_method="env://"), os.environ)
-
-
-@contextlib.contextmanager
-def _job(env: Mapping[str, str]) -> Iterator[tuple[Launch, Callable[[float], Board]]]:
-    """Yield this process's place in its job, and a function that returns where the ranks meet.
-
-    Its argument: how many seconds to wait for other ranks.
-    """
-    kind = process_manager(env)
-    with contextlib.ExitStack() as stack:
-
-        def pmix_size() -> int:
-            manager = None if kind is None else stack.enter_context(connected_to(kind))
-            return manager.job_size() if isinstance(manager, Pmix) else 0
-
-        launch = detect(env, pmix_size)
-
-        def find(seconds: float) -> Board:
-            is_wanted = launch.init_method is None and launch.starts_mpi and not is_one_host(launch)
-            mpi = extension("mpi")
-            if kind and is_wanted and not (mpi is not None and mpi.has_started()):
-                return PmiBoard(launch, env, stack.enter_context(connected_to(kind)), seconds)
-            board = find_board(launch, env, may_start_mpi=False)
-            if board is None:
-                raise no_board(launch, "use a launcher that serves PMI or PMIx (mpirun, or srun --mpi=pmix)")
-            return board
-
-        yield launch, find
 
 
 def _agreed(
