@@ -33,12 +33,12 @@ class HttpStore(ThreadingHTTPServer):
     request_queue_size = 1024
 
     def __init__(self, host: str, scopes: Mapping[str, int]) -> None:
-        super().__init__((host, 0), _Handler)
+        super().__init__((host, 0), Handler)
         self.host, self.port = host, int(self.server_address[1])
-        self._scopes = scopes
-        self._values: dict[tuple[str, str], bytes] = {}
-        self._finished: dict[str, set[str]] = {scope: set() for scope in scopes}
-        self._lock = threading.Lock()
+        self.scopes = scopes
+        self.values: dict[tuple[str, str], bytes] = {}
+        self.finished: dict[str, set[str]] = {scope: set() for scope in scopes}
+        self.lock = threading.Lock()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="dualdist-http", daemon=True)
         self._thread.start()
 
@@ -54,37 +54,14 @@ class HttpStore(ThreadingHTTPServer):
         self._thread.join()
         self.server_close()
 
-    def get(self, scope: str, key: str) -> bytes | None:
-        """Return a value, None if it is not set."""
-        with self._lock:
-            return self._values.get((scope, key))
 
-    def put(self, scope: str, key: str, value: bytes) -> bool:
-        """Set a value. Return whether there was room for it."""
-        with self._lock:
-            if len(value) + sum(map(len, self._values.values())) > _MOST_BYTES:
-                return False
-            self._values[scope, key] = value
-            return True
-
-    def delete(self, scope: str, key: str) -> None:
-        """Delete a value, or record that the member `key` of one of Horovod's scopes has finished."""
-        with self._lock:
-            if scope not in self._scopes:
-                self._values.pop((scope, key), None)
-                return
-            self._finished[scope].add(key)
-            if len(self._finished[scope]) == self._scopes[scope]:
-                self._finished[scope].clear()
-                self._values = {name: value for name, value in self._values.items() if name[0] != scope}
-
-
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     server: HttpStore
     timeout = _REQUEST_SECONDS
 
     def do_GET(self) -> None:
-        value = self.server.get(*self._name())
+        with self.server.lock:
+            value = self.server.values.get(self._name())
         self._answer(HTTPStatus.NOT_FOUND if value is None else HTTPStatus.OK, value or b"")
 
     def do_PUT(self) -> None:
@@ -93,11 +70,23 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.BAD_REQUEST)
             return
         value = self.rfile.read(int(length))
-        kept = len(value) == int(length) and self.server.put(*self._name(), value)
+        with self.server.lock:
+            has_room = len(value) + sum(map(len, self.server.values.values())) <= _MOST_BYTES
+            if kept := len(value) == int(length) and has_room:
+                self.server.values[self._name()] = value
         self._answer(HTTPStatus.OK if kept else HTTPStatus.BAD_REQUEST)
 
     def do_DELETE(self) -> None:
-        self.server.delete(*self._name())
+        """Delete a value, or record that the member of one of Horovod's scopes has finished."""
+        server, (scope, key) = self.server, self._name()
+        with server.lock:
+            if scope not in server.scopes:
+                server.values.pop((scope, key), None)
+            else:
+                server.finished[scope].add(key)
+                if len(server.finished[scope]) == server.scopes[scope]:
+                    server.finished[scope].clear()
+                    server.values = {name: value for name, value in server.values.items() if name[0] != scope}
         self._answer(HTTPStatus.OK)
 
     def _name(self) -> tuple[str, str]:

@@ -205,13 +205,13 @@ HOROVODS = """\
 import multiprocessing, os, signal, sys, threading
 import horovod.torch
 import dualdist as hvd
-from dualdist.horovod.http_store import HttpStore
+from dualdist.horovod.http_store import Handler
 from dualdist.core.meeting import Meeting
 
 address, event = sys.argv[1:]
 asked = threading.Event()
-get = HttpStore.get
-HttpStore.get = lambda *key: asked.set() or get(*key)
+get = Handler.do_GET
+Handler.do_GET = lambda handler: asked.set() or get(handler)
 
 def join(rank):
     if rank == 1:
