@@ -28,7 +28,7 @@ from ..core.meeting.links import INTERFACE, LOOPBACK, interface_of
 from ..core.meeting.server import MeetingServer, reserved_port
 from ..core.types import World
 from ..errors import ConfigurationError
-from ..site_launcher import NAMED_BY
+from ..other_launchers import NAMED_BY
 from ..slurm import LOWEST_PORT, PORTS
 from .agent import ENDED, ENDING_SIGNALS, LOST, PASSED_SIGNALS, STARTED, STDERR, STDOUT, grace_of
 from .agent_connection import AGENT_COMMAND, Event, HostJob, Supervisor, describe_exit

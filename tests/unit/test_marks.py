@@ -12,7 +12,7 @@ from dualdist.core.launch import detect, launch_from
 from dualdist.core.launch.launchers import LAUNCHERS, OUTERMOST
 from dualdist.core.types import Launch
 from dualdist.errors import ConfigurationError
-from dualdist.marks import MARKS
+from dualdist.other_launchers import MARKS
 from dualdist.processes.job import without_launchers
 
 from .test_detect import RECORDS

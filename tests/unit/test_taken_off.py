@@ -31,6 +31,7 @@ NAMES = {
     "lr": {"lr"},
     "metrics": {"metrics"},
     "observation": {"report", "start_timeline", "stop_timeline"},
+    "other_launchers": {"run", "spawn"},  # whose processes get none of their variables
     "processes": {"run", "spawn"},
     "replicas": {"check_replicas"},
     "rooted_collectives": {
@@ -40,7 +41,6 @@ NAMES = {
     "samplers": {"DistributedSampler", "elastic", "samplers", "split_by_rank"},
     "seeding": {"seed_everything", "seeding"},
     "sharding": {"device_mesh"},
-    "site_launcher": {"run", "spawn"},  # whose processes get none of its variables
     "slurm": {"run", "spawn"},  # which read its lists of hosts
     "sparse_allreduce": {"sparse_allreduce_async"},
     "sync_batch_norm": {"SyncBatchNorm"},

@@ -3,7 +3,7 @@
 `detect` is a pure function of the environment. One launcher can start another (a Slurm step that runs torchrun), so an
 environment may hold the variables of several. The innermost launcher wins: the one that may run inside all others that
 report another rank or size. A process without a launcher trains alone only if it carries no mark of one. The table of
-launchers is in launchers.py, that of marks in ../../marks.py.
+launchers is in launchers.py, other_launchers.py adds to it.
 """
 
 from __future__ import annotations

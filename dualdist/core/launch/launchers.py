@@ -1,6 +1,6 @@
 """The table of launchers: the environment variables in which each one gives a process its rank and the world's size.
 
-A new launcher is a row of LAUNCHERS. Beside the core, marks.py has variables that only launched processes have.
+A new launcher is a row of LAUNCHERS. other_launchers.py has variables that only launched processes have.
 
 Sources: torchrun, https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; horovodrun,
 horovod/runner/gloo_run.py:66; Open MPI, https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html; MPICH and
@@ -21,7 +21,7 @@ OUTERMOST = (DUALDIST_RUN, SPAWN)
 """The launchers of dualdist itself. They pass on no variable of an outer launcher, so all others run inside them."""
 
 SITE = "site"
-"""The launcher that the variables DUALDIST_RANK_FROM and others describe (site_launcher.py)."""
+"""The launcher that the variables DUALDIST_RANK_FROM and others describe (other_launchers.py)."""
 
 NUMBERS = ("rank", "size", "local_rank", "local_size")
 """The fields of Launcher that name a variable with a number of the process."""

@@ -1,7 +1,10 @@
-"""Marks: variables that only a launched process has, also of launchers that give no rank and size.
+"""Launchers that the table lacks: those that a user describes, and marks of any other.
 
-A process without a launcher of the table that carries one is one of several processes, and must not train alone.
-Variables of an allocation or a batch script (SLURM_JOB_ID, PBS_NODEFILE, LSB_HOSTS, FLUX_URI) are no marks.
+A user describes the launcher of a site by naming its variables.
+
+Marks are variables that only a launched process has, also of launchers that give no rank and size. A process without a
+launcher that carries one is one of several processes, and must not train alone. Variables of an allocation or a batch
+script (SLURM_JOB_ID, PBS_NODEFILE, LSB_HOSTS, FLUX_URI) are no marks.
 
 Sources: PBS, pbsdsh(1B) (the batch script is task 1, on node 0); LSF, Open MPI 4 orte/mca/ess/lsf/ess_lsf_module.c;
 aprun's ALPS_APP_PE, libfabric prov/gni; HPE MPI's MPT_LRANK, https://docs.lammps.org/Run_options.html; MPI_RANKID of
@@ -14,9 +17,44 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from .core.launch.launchers import MPI, OUTERMOST, Launcher
+from .core.launch.launchers import MPI, OUTERMOST, SITE, Launcher
 from .errors import ConfigurationError
+
+NAMED_BY = {
+    "rank": "DUALDIST_RANK_FROM",
+    "size": "DUALDIST_SIZE_FROM",
+    "local_rank": "DUALDIST_LOCAL_RANK_FROM",
+    "local_size": "DUALDIST_LOCAL_SIZE_FROM",
+}
+"""Field of Launcher -> the variable that names the variable with this number."""
+
+
+def site_launcher(env: Mapping[str, str]) -> Launcher | None:
+    """Return the launcher that DUALDIST_RANK_FROM and the others describe, None when none of them is set.
+
+    Raises ConfigurationError when the rank or the size is not named, or a variable that is named is absent.
+    """
+    names = {field: env[setting] for field, setting in NAMED_BY.items() if env.get(setting)}
+    if not names:
+        return None
+    for field in ("rank", "size"):
+        if field not in names:
+            present = NAMED_BY[next(iter(names))]
+            raise ConfigurationError(
+                f"`{NAMED_BY[field]}` must be set beside {present}, but is absent. "
+                f"Set it to the name of the variable with the {field}, or unset {present}."
+            )
+    for field, name in names.items():
+        if not env.get(name):
+            raise ConfigurationError(
+                f"`{name}` must be set, because {NAMED_BY[field]} names it, but is absent. Start with the launcher "
+                f"that sets it, unset {NAMED_BY[field]}, or set DUALDIST_LAUNCHER=python to run a single process."
+            )
+    fields: dict[str, Any] = {**dict.fromkeys(NAMED_BY), **names}
+    return Launcher(SITE, markers=(NAMED_BY["rank"],), inside=OUTERMOST, is_command=False, **fields)
+
 
 _POSITIVE = r"0*[1-9]\d*"
 
