@@ -65,6 +65,18 @@ def add_copies(variables: Mapping[str, str], env: MutableMapping[str, str]) -> N
     _record({**_recorded(env), **variables}, env)
 
 
+def copied_variables(*groups: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Return `groups` of variables, one for each launcher, and DUALDIST_COPIES.
+
+    given: variables that the user has set for the processes. A group with one of them is left out: it would contradict.
+    """
+    copies: dict[str, str] = {}
+    for group in groups:
+        if given.keys().isdisjoint(group):
+            add_copies(group, copies)
+    return copies
+
+
 def remove_copies(variables: Mapping[str, str], env: MutableMapping[str, str]) -> None:
     """Undo `add_copies`, except where a value has changed since."""
     _record({name: value for name, value in _recorded(env).items() if name not in variables}, env)

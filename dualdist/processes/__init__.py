@@ -1,5 +1,4 @@
-"""Starting processes: `dualdist run` (job.py), `dualdist.run` and `dualdist.spawn` (function.py).
+"""Starting processes: `dualdist run` (command.py), `dualdist.run` and `dualdist.spawn` (function.py).
 
-All hand their processes to a Supervisor (agent_connection.py), which starts one agent per host and ends the processes
-everywhere. The agent (agent.py) starts the processes of its host, and sends them the signals that end them.
+All start a job (job.py), which has one agent per host (agent.py), and ends the processes everywhere.
 """

@@ -6,7 +6,7 @@ orphans among its descendants (PR_SET_CHILD_SUBREAPER), so it also finds daemons
 only waits for its end, and kills what it leaves behind if it is killed or stopped.
 
 The launcher sends the source of this file to the host's interpreter, so the host needs only Python. Therefore this
-file imports the standard library alone. See agent_connection.py for the launcher's side.
+file imports the standard library alone. See job.py for the launcher's side.
 
 The launcher grants a number of bytes of output. When the agent has sent that many, it stops reading from the processes
 until it receives another grant. Meanwhile their writes block, as in a shell's pipe. The launcher always reads what an
@@ -63,9 +63,7 @@ def main() -> None:
     if request["task"] is not None:
         task = os.memfd_create("task")
         with open(task, "wb", closefd=False) as file:
-            left = request["task"]
-            while left > 0 and (data := sys.stdin.buffer.read(min(left, _CHUNK))):
-                left -= file.write(data)
+            file.write(sys.stdin.buffer.read(request["task"]))
     agent = Agent(request, task)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if request["parent"] is not None:
@@ -87,7 +85,7 @@ def main() -> None:
 
 
 class Agent:
-    """Runs the processes of `request`, a dictionary made by agent_connection.py:_first_message.
+    """Runs the processes of `request`, a dictionary made by job.py:AgentConnection.
 
     task: an open file for every process, or None. Such a process gets two more arguments: the number of this file, and
     that of a pipe. What it writes to the pipe is sent to the launcher as RESULT.
@@ -419,7 +417,7 @@ def _address(probe: socket.socket, interface: str) -> bytes | None:
 
 
 def _bytes(text: str) -> bytes:
-    """Undo agent_connection.py:_portable."""
+    """Undo job.py:_portable."""
     return text.encode("latin-1")
 
 

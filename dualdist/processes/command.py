@@ -14,8 +14,10 @@ import argparse
 import contextlib
 import math
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +27,9 @@ from ..core.checks import wrong
 from ..core.launch import DUALDIST_RUN, detect
 from ..core.types import NEVER_SECONDS
 from ..errors import ConfigurationError
+from .agent import ENDED, ENDING_SIGNALS, LOST, PASSED_SIGNALS, grace_of
 from .hosts import DEFAULT_STARTER, STARTERS, Host, backend_variables, find_allocation, parse_hosts, read_hostfile
-from .job import RunOptions, read_start_timeout, run_job
+from .job import Event, Job, RunOptions, describe_exit, read_start_timeout, started
 
 # horovodrun's options and their effect here: a table, so that no option is silently ignored.
 #
@@ -254,7 +257,8 @@ def execute(args: argparse.Namespace) -> int:
     )
     _warn_of_several_jobs(os.environ)
     try:
-        return run_job(options, os.environ)
+        with _signals() as signals, started(options, os.environ) as job:
+            return _Ending(job, signals, options.start_timeout).follow()
     except BrokenPipeError:
         raise  # the exit code is that of SIGPIPE
     except OSError as error:
@@ -312,3 +316,99 @@ def _variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, st
             raise wrong("--env", "NAME=VALUE or the NAME of a variable", item, error=ConfigurationError)
         found[name] = value if given else env[name]
     return found
+
+
+# How a job ends: when a process fails, all others are ended, and its exit code is that of the job. A signal to the
+# launcher is passed on to all processes. A second Ctrl-C kills them; schedulers may repeat other signals. All this
+# works even while nobody reads the output.
+
+_SIGNALS = (*ENDING_SIGNALS, *PASSED_SIGNALS)
+_OUTPUT_SECONDS, _LAST_OUTPUT_SECONDS = 4.0, 1.0
+"""How long the launcher waits for its output to be read after the first signal, and after a later one."""
+
+
+class _Ending:
+    """Follows a job until its processes have ended, and finds its exit code."""
+
+    def __init__(self, job: Job, signals: int, start_timeout: float) -> None:
+        """signals: a file with the numbers of the signals that arrive."""
+        self._job = job
+        self._signals = signals
+        self._start_timeout = start_timeout
+        self._code: int | None = None
+        """The exit code of the job, None until something ends it."""
+        self._signalled = False
+        """Whether it is that of a signal to the launcher. A process may still set another one."""
+        self._patience = math.inf
+        """Until when to wait for the output to be read, on the clock time.monotonic()."""
+        job.watch(signals, self._take_signals)
+
+    def follow(self) -> int:
+        """Wait until all processes have ended and their output is written; return the exit code."""
+        job = self._job
+        while job.running and (left := job.time_left()) > 0:
+            for event in job.wait(time.monotonic() + left):
+                self._handle(event)
+            silent = job.silent_hosts(f"{self._start_timeout:g} s (see --start-timeout)")
+            if silent is not None:
+                self._fail(1, silent)
+        # After a signal, wait only for a short time until the output is read.
+        job.output.end_lines()
+        self._patience = max(self._patience, time.monotonic() + _LAST_OUTPUT_SECONDS)
+        while job.output.unwritten() and time.monotonic() < self._patience:
+            job.wait(self._patience)
+        return self._code or 0
+
+    def _handle(self, event: Event) -> None:
+        if event.kind == LOST:
+            self._fail(255, f"{event.host}, with rank {event.rank}, is lost: {event.facts['error']}")
+        elif event.kind == ENDED:
+            who, code, error = f"rank {event.rank} on {event.host}", event.facts["code"], event.facts["error"]
+            if error is not None:
+                self._fail(code, f"{who} could not be started: {error}")
+            elif self._signalled and code > 1:
+                # It has saved its state, perhaps. 1 is the code of an exception, as when another one has ended sooner.
+                self._code, self._signalled = code, False
+            elif code != 0:
+                self._fail(code if code > 0 else 128 - code, f"{who} {describe_exit(code)}")
+
+    def _fail(self, code: int, reason: str) -> None:
+        """End the job with exit code `code`, unless it is already ending."""
+        if self._code is not None:
+            return
+        self._code = code
+        self._job.output.report(f"{reason}{'; ending the others' if self._job.running else ''}.")
+        self._job.end(signal.SIGTERM)
+
+    def _take_signals(self) -> bool:
+        # Other signals have numbers here, too, if somebody handles them.
+        for number in filter(_SIGNALS.__contains__, os.read(self._signals, 64)):
+            name = signal.Signals(number).name
+            if number in PASSED_SIGNALS:
+                self._job.output.report(f"received {name}; passed it on to all processes.")
+                self._job.send(b"signal %d\n" % number)
+                continue
+            first = math.isinf(self._patience)
+            self._patience = time.monotonic() + (_OUTPUT_SECONDS if first else _LAST_OUTPUT_SECONDS)
+            if self._code is None:
+                self._code, self._signalled = 128 + number, True
+                self._job.output.report(f"received {name}; ending all processes.")
+                self._job.end(number, grace_of(number))
+            elif number == signal.SIGINT:
+                self._job.send(b"kill\n")
+        return True
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[int]:
+    """Yield a file with the numbers of the signals that arrive. Signals that are ignored, as under nohup, stay so."""
+    with contextlib.ExitStack() as undo:
+        reader, writer = os.pipe()
+        for end in (reader, writer):
+            undo.callback(os.close, end)
+            os.set_blocking(end, False)
+        undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                undo.callback(signal.signal, number, signal.signal(number, lambda *_: None))
+        yield reader

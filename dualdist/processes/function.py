@@ -25,9 +25,8 @@ from ..core.launch import DUALDIST_RUN, SPAWN
 from ..errors import ConfigurationError, ProcessEndedError
 from . import spawn_child
 from .agent import ENDED, LOST, RESULT
-from .agent_connection import Event, describe_exit
 from .hosts import MOST_PROCESSES, Host, backend_variables, parse_hosts, read_hostfile
-from .job import RunOptions, read_start_timeout, started
+from .job import Event, RunOptions, describe_exit, read_start_timeout, started
 
 T = TypeVar("T")
 
@@ -297,11 +296,11 @@ def _results(options: RunOptions, timeout: float | None) -> list[Any]:
         limit = math.inf if timeout is None else number("timeout", timeout, above=0, fix=fix)
     with started(options, os.environ) as job:
         deadline = time.monotonic() + limit
-        ranks = [_Rank(rank, job.size) for rank in range(job.size)]
+        ranks = [_Rank(rank, len(job.running)) for rank in sorted(job.running)]
 
         def wait(until: float) -> list[_Failure]:
             for event in job.wait(until):
-                ranks[event.rank].add(event, is_here=job.hosts[event.host].local)
+                ranks[event.rank].add(event, is_here=job.agents[event.host].is_local)
             return [rank.failure for rank in ranks if rank.failure is not None]
 
         while job.running:

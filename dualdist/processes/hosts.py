@@ -28,7 +28,6 @@ from ..core.meeting.links import INTERFACE, candidates, own_address
 from ..errors import ConfigurationError
 from ..slurm import host_names, node_address, node_counts, numbers_in
 from . import relay
-from .agent_connection import AGENT_COMMAND
 
 # The variables by which the processes of `dualdist run` and `spawn` choose their backend, transport and network.
 
@@ -315,6 +314,10 @@ def _bare(host: str) -> str:
     return host.replace("[", "").replace("]", "")
 
 
+_READ_SOURCE = "import sys;del sys.path[0];i=sys.stdin.buffer;exec(i.read(int(i.readline())))"
+AGENT_COMMAND = (sys.executable, "-E", "-s", "-S", "-c", _READ_SOURCE)
+"""Starts an agent, which reads its own source from its standard input. It imports nothing from the current
+folder, where a file can have the name of a module of Python."""
 DEFAULT_STARTER = "ssh"
 HOST_VARIABLES = (
     r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"  # horovod/runner/common/util/env.py:24

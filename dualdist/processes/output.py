@@ -153,10 +153,8 @@ class Output:
                 file.write_bytes(b"")
         except OSError as error:
             raise ConfigurationError(f"`--output` must be a writable folder, but is not: {error}.") from error
-        self.reader, self._writer = os.pipe()
-        """`reader` is readable when something was written, or when writing failed."""
-        for end in (self.reader, self._writer):
-            os.set_blocking(end, False)
+        self.reader = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when something was written, or when writing failed."""
         self._sinks = self._open_sinks()
 
     def __enter__(self) -> Output:
@@ -166,9 +164,7 @@ class Output:
         self.end_lines()
         seconds = 0.0 if error is None and self.unwritten() else _LAST_SECONDS
         if all([sink.close(seconds) for sink in set(self._sinks.values())]):
-            # Not otherwise: a thread that still writes uses them.
-            os.close(self.reader)
-            os.close(self._writer)
+            os.close(self.reader)  # not otherwise: a thread that still writes uses it
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Write the `data` that `rank` wrote to its file descriptor `stream`, 1 or 2."""
@@ -189,7 +185,7 @@ class Output:
 
     def empty_reader(self) -> bool:
         with contextlib.suppress(BlockingIOError):
-            os.read(self.reader, 1 << 16)
+            os.eventfd_read(self.reader)
         return True
 
     def check(self) -> None:
@@ -226,5 +222,4 @@ class Output:
         return found
 
     def _notify(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._writer, b"\0")
+        os.eventfd_write(self.reader, 1)

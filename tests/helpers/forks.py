@@ -28,7 +28,7 @@ LAUNCHERS = (f"{BIN}/torchrun", f"{BIN}/horovodrun")
 DUALDIST = (
     sys.executable,
     "-c",
-    "import sys; from dualdist.cli import main; from dualdist.processes import agent_connection; "
+    "import sys; from dualdist.cli import main; from dualdist.processes import hosts; "
     "sys.executable = sys.argv.pop(1); sys.exit(main(sys.argv[1:]))",
     sys.executable,
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dualdist.cli import main
-from dualdist.processes.agent_connection import AGENT_COMMAND
+from dualdist.processes.hosts import AGENT_COMMAND
 
 from ..helpers.forks import forked
 from ..helpers.namespace_hosts import Network, running_network

@@ -228,7 +228,7 @@ hvd.barrier()
 WHEN_BOTH_HANG = """\
 import os, select, subprocess, sys
 from dualdist.cli import main
-from dualdist.processes import agent_connection
+from dualdist.processes import hosts
 
 os.mkfifo("arrived")
 arrived = os.open("arrived", os.O_RDWR)

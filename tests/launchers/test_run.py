@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from dualdist.core.launch import detect
-from dualdist.processes import agent_connection
+from dualdist.processes import job
 
 from ..helpers.run_command import FAMILY, STUBBORN, Families, Run, python
 from ..helpers.world import ROOT
@@ -146,7 +146,7 @@ def test_little_is_read_of_the_standard_input_if_rank_0_does_not_read_it(tmp_pat
 IN_THE_BACKGROUND = """
 import fcntl, os, signal, sys, termios, time, types
 from dualdist.cli import main
-from dualdist.processes import agent_connection
+from dualdist.processes import job
 
 def sleep(seconds):  # until the user puts the command in the foreground
     os.tcsetpgrp(0, os.getpgrp())
@@ -156,7 +156,7 @@ if child := os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 os.setpgid(0, 0)
 signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-agent_connection.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+job.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
 sys.exit(main(["run", "-H", "hostA:1", "cat"]))
 """
 
@@ -368,8 +368,8 @@ def test_processes_that_fork_for_ever_end_with_the_job(host: str, run: Run) -> N
 
 @pytest.mark.usefixtures("hosts")
 def test_a_host_ends_its_processes_when_the_launcher_is_silent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_connection, "_SILENCE_SECONDS", 0.1)
-    monkeypatch.setattr(agent_connection, "_BEAT_SECONDS", 1000.0)
+    monkeypatch.setattr(job, "_SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(job, "_BEAT_SECONDS", 1000.0)
     assert run("-H", "hostA:1", "sleep", "1000").code != 0
 
 

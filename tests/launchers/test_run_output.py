@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.processes.agent import ENDED
-from dualdist.processes.agent_connection import AGENT_COMMAND, HostJob, Supervisor
+from dualdist.processes.hosts import AGENT_COMMAND
+from dualdist.processes.job import AgentConnection, RunOptions
 from dualdist.processes.output import CUT, LONGEST_LINE, Output, Sink
 
 from ..helpers.run_command import FAMILY, STUBBORN, Families, Run, python
@@ -156,21 +156,19 @@ def test_an_agent_sends_only_as_much_output_as_is_granted() -> None:
         os.write(1, bytes(1 << 16))
     """
     window, pipe = 100_000, 1 << 16
-    job = HostJob("localhost", AGENT_COMMAND, python(source), os.environ, {0: {}}, window=window)
-    with Supervisor([job]) as supervisor:
-        received = granted = 0
-        for _ in range(3):
-            granted = received + window
-            while received < granted:
-                received += sum(len(event.data) for event in supervisor.wait())
-            supervisor.grant()
+    options = RunOptions(python(source), [])
+    agent = AgentConnection(options, "localhost", AGENT_COMMAND, os.environ, {0: {}}, window=window)
+    received = granted = 0
+    for _ in range(3):
         granted = received + window
-        supervisor.end(signal.SIGTERM, 0.5)
-        ended = False
-        while not ended:
-            for event in supervisor.wait():
-                received += len(event.data)
-                ended = ended or event.kind == ENDED
+        while received < granted:
+            received += sum(len(event.data) for event in agent.read())
+        agent.grant()
+    granted = received + window
+    agent.end(signal.SIGTERM, 0.5)
+    while agent.open:
+        received += sum(len(event.data) for event in agent.read())
+    agent.close(10.0)
     assert received <= granted + 2 * pipe  # the last chunk, and what the process left in its pipe
 
 

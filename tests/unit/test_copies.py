@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dualdist.copies import add_copies, agent_variables, remove_copies, torchrun_variables
+from dualdist.copies import add_copies, agent_variables, copied_variables, remove_copies, torchrun_variables
 from dualdist.core.launch import detect, without_copies
 from dualdist.core.types import World
 from dualdist.errors import ConfigurationError
 from dualdist.horovod import horovod_variables
-from dualdist.processes.job import copied_variables, process_variables, without_launchers
+from dualdist.processes.job import process_variables, without_launchers
 
 WORLD = World(1, 2, 1, 2, 0, 1)
 OWN = process_variables("dualdist run", WORLD, "127.0.0.1:7", b"")

@@ -50,7 +50,7 @@ PRIVATE_NAMES = {
         _post_accumulate_grad_hooks
         _profiler_enabled _pytree _record_function_with_args_enter _register_fused_optim
         _set_default_timeout _set_params_and_buffers_to_ignore_for_model _set_pg_timeout _shutdown
-        _storage_Use_Count _torchdynamo_disable _use_count _version
+        _storage_Use_Count _torchdynamo_disable _use_count _values _version
     """,
     "Horovod": "_basics _get_process_set_ids_and_ranks",
     "Python": "_DummyThread _args_from_interpreter_flags _getframe _inheriting _target",
@@ -67,8 +67,7 @@ CALLED_BY_OTHERS = {
         _set_ddp_sink_clone _set_static_graph
     """,
     "programs that use horovod.torch": """
-        _add_process_set_impl _allreduce_delay _handles _process_set_rank _process_set_size _remove_process_set_impl
-        _requires_update _should_synchronize
+        _allreduce_delay _handles _requires_update _should_synchronize
     """,
 }
 """The private methods that the package defines without calling them, by who calls them."""
@@ -156,11 +155,11 @@ OF_THE_PROCESS = {
         "signal.setitimer": "its own end has a limit of time",
         "signal.signal": "signals are passed on to the processes",
     },
-    "processes/agent_connection.py": {"signal.pthread_sigmask": "an agent's ssh gets no signals of the terminal"},
-    "processes/job.py": {
+    "processes/command.py": {
         "signal.set_wakeup_fd": "signals wake the loop of `dualdist run`",
         "signal.signal": "signals are passed on to the agents",
     },
+    "processes/job.py": {"signal.pthread_sigmask": "an agent's ssh gets no signals of the terminal"},
     "processes/relay.py": {"ctypes.CDLL": "prctl: a relay ends with its launcher"},
     "shared_memory/mesh.py": dict.fromkeys(
         ["ctypes.CDLL", "os.register_at_fork"], "mmap: what a forked process writes to gradients is its own"
