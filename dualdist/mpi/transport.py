@@ -371,10 +371,8 @@ class MpiProcessGroup(dist.ProcessGroup):
         """outputs: for each member, a list with one tensor for each of `tensors`."""
         by_member = self._by_member("outputs", outputs)
         operations = [
-            self._usable.exchange(
-                dict.fromkeys(by_member, tensor), {member: rows[number] for member, rows in by_member.items()}
-            )
-            for number, tensor in enumerate(tensors)
+            self._usable.exchange(dict.fromkeys(by_member, tensor), dict(zip(by_member, rows, strict=True)))
+            for tensor, rows in zip(tensors, zip(*by_member.values(), strict=True), strict=True)
         ]
         gathered = [tensor for rows in outputs for tensor in rows]
         return self._start("allgather", operations, gathered, opts, inputs=tensors)
