@@ -96,6 +96,8 @@ class Pair:
         """Whether each side is a resumed run. It gets the earlier steps of the other, whose training it continues."""
         for own, other in zip(*self.sides[:: -1 if shifts[0] else 1], strict=False):
             other |= {key: values for key, values in own.items() if key[0] in range(self.begin)} | other
+        self.harmless: set[Any] = set()
+        """What differs, with the stage of each value that it left equal so far: filled by `compare`."""
         made = [{key[0] for _, key, _ in self.of(side, "weights after the step")} for side in (0, 1)]
         steps = [step for step in sorted(made[0] & made[1]) if step >= self.begin]
         self.losses = [[self._loss(side, step) for side in (0, 1)] for step in steps]

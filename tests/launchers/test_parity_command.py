@@ -71,7 +71,7 @@ def compared(folder: Path, *arguments: str | Path) -> Any:
         ("sampler", 0, 0, "batch", "data-order"),
         ("set-epoch", 3, 0, "batch", "set-epoch"),
         ("accumulation", 0, 0, "loss", "scale"),
-        ("dropout", FAULTY_STEP, 0, "output of the model", "random-numbers"),
+        ("dropout", FAULTY_STEP, 0, "output of the model", "random-numbers: This may hide a second cause"),
         ("params", -1, 1, "initial weights", "no-broadcast"),
         ("buffers", -1, 1, "initial buffers", "no-broadcast-of-buffers"),
         ("overflow", FAULTY_STEP, 1, "loss", "operations"),
