@@ -47,12 +47,12 @@ _LEAVE_SECONDS = 30
 """How long a rank that has recorded all steps waits for the others: one that leaves could break their last step."""
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values as a vector on the CPU."""
+def _flat(tensor: torch.Tensor, most: int | None = None) -> torch.Tensor:
+    """Return the values, or the first of them, as a vector on the CPU."""
     values = tensor.detach()
     values = values.to_local() if hasattr(values, "to_local") else values
-    values = (values if values.layout == torch.strided else values.to_dense()).resolve_conj().resolve_neg()
-    values = values.cpu().contiguous()
+    values = values if values.layout == torch.strided else values.to_dense()
+    values = values.reshape(-1)[:most].resolve_conj().resolve_neg().cpu().contiguous()
     return values.as_strided((values.numel(),), (1,))  # also of one expanded number, whose stride is 0
 
 
@@ -73,15 +73,10 @@ def fingerprint(tensor: torch.Tensor, finds_narrow: bool = False) -> list[Any]:
     return [*found, _narrow(flat) if finds_narrow else None]
 
 
-def _begin(tensor: torch.Tensor) -> torch.Tensor:
-    is_plain = tensor.layout == torch.strided and not hasattr(tensor, "to_local")
-    return tensor.detach().reshape(-1)[:_FIRST_NUMBERS] if is_plain else tensor
-
-
 def _passed(value: Any) -> list[Any]:
     """Return fingerprints of what a layer is given or returns: of the first numbers, because there are many layers."""
     with contextlib.suppress(Exception):  # as of a tensor inside vmap
-        return [fingerprint(_flat(_begin(tensor))[:_FIRST_NUMBERS]) for _, tensor in _tensors(value)]
+        return [fingerprint(_flat(tensor, _FIRST_NUMBERS)) for _, tensor in _tensors(value)]
     return []
 
 
@@ -214,31 +209,8 @@ _NO_SETTINGS = ("param_names", "foreach", "fused", "capturable", "differentiable
 """Entries of an optimizer's group that are no settings, or change no more than the last digit."""
 
 
-def _while_training(record: Callable[..., None]) -> Callable[..., None]:
-    """Let the method do nothing after the last step, and while compiling."""
-
-    @functools.wraps(record)
-    def recorded(self: Recorder, /, *args: Any, **kwargs: Any) -> None:
-        if not self.has_ended and not torch.compiler.is_compiling():
-            record(self, *args, **kwargs)
-
-    return recorded
-
-
-def _around(function: Any, before: Any = lambda *_, **__: None, after: Any = lambda *_, **__: None) -> Any:
-    """Return a function that calls `before` with its arguments, and `after` with its result and its arguments."""
-
-    @functools.wraps(function)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        result = None
-        try:
-            before(*args, **kwargs)
-            result = function(*args, **kwargs)
-            return result
-        finally:
-            after(result, *args)
-
-    return recorded
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 class Recorder:
@@ -265,25 +237,44 @@ class Recorder:
         self.root: torch.nn.Module | None = None
         self.calls: dict[int, list[Any]] = {}
         self.outputs: list[Any] = []
-        self.dtypes: dict[int, str] = {}
         self.narrow: dict[int, str | None] = {}
         self.states: dict[str, str] = {}
         self.reads_saved = True
 
+    def around(self, function: Any, before: Any = _nothing, after: Any = _nothing) -> Any:
+        """Return a function that calls `before` with its arguments, and `after` with its result and its arguments.
+
+        It does so until the last step has ended, and not while torch compiles.
+        """
+
+        @functools.wraps(function)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            result = None
+            try:
+                if not self.has_ended and not torch.compiler.is_compiling():
+                    before(*args, **kwargs)
+                result = function(*args, **kwargs)
+                return result
+            finally:
+                if not self.has_ended and not torch.compiler.is_compiling():
+                    after(result, *args)
+
+        return recorded
+
     def follow(self, *modules: Any) -> None:
         """Follow torch, and the collectives that the script calls in `modules`."""
-        register_optimizer_step_pre_hook(self.see_step)
-        register_optimizer_step_post_hook(self.see_step_end)
+        register_optimizer_step_pre_hook(self.around(_nothing, self.see_step))
+        register_optimizer_step_post_hook(self.around(_nothing, self.see_step_end))
         # Torch has no hooks for these: those of forwards see no keyword arguments. `Tensor.backward` calls the second.
         hooks = torch.autograd.graph.saved_tensors_hooks
-        torch.nn.Module.__call__ = _around(torch.nn.Module.__call__, self.see_forward, self.see_forward_end)  # type: ignore[method-assign]
-        torch.autograd.backward = _around(torch.autograd.backward, self.see_backward, self.see_backward_end)
-        torch.optim.Optimizer.add_param_group = _around(torch.optim.Optimizer.add_param_group, after=self.see_group)  # type: ignore[method-assign]
-        hooks.__enter__ = _around(hooks.__enter__, lambda *_: setattr(self, "reads_saved", False))  # type: ignore[method-assign]
+        torch.nn.Module.__call__ = self.around(torch.nn.Module.__call__, self.see_forward, self.see_forward_end)  # type: ignore[method-assign]
+        torch.autograd.backward = self.around(torch.autograd.backward, self.see_backward, self.see_backward_end)
+        torch.optim.Optimizer.add_param_group = self.around(torch.optim.Optimizer.add_param_group, after=self.see_group)  # type: ignore[method-assign]
+        hooks.__enter__ = self.around(hooks.__enter__, lambda *_: setattr(self, "reads_saved", False))  # type: ignore[method-assign]
         for module in modules:
             for name in filter(_COLLECTIVE.fullmatch, dir(module)):
                 if inspect.isfunction(function := getattr(module, name)):
-                    setattr(module, name, _around(function, functools.partial(self.see_collective, function)))
+                    setattr(module, name, self.around(function, functools.partial(self.see_collective, function)))
 
     def add(self, stage: str, values: dict[str, Any], number: int = 0, steps_ago: int = 0) -> None:
         step = self.record["steps"] if self.has_begun else -1
@@ -296,7 +287,7 @@ class Recorder:
                 self.params[id(tensor)] = tensor
                 if tensor.requires_grad:
                     # Not changed by the hooks that reduce: autograd passes what this process has computed.
-                    tensor.register_hook(functools.partial(self.see_gradient, id(tensor)))
+                    tensor.register_hook(self.around(_nothing, functools.partial(self.see_gradient, id(tensor))))
 
     def named(self, values: dict[int, Any]) -> dict[str, Any]:
         return {self.name(key): value for key, value in values.items()}
@@ -322,9 +313,8 @@ class Recorder:
             self.add("initial buffers", self.buffers())
             self.has_begun = True
 
-    @_while_training
     def see_collective(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-        caller = sys._getframe(3).f_globals.get("__name__", "").partition(".")[0]
+        caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
         if caller in _LIBRARIES:  # not the script's own call
             return
         with contextlib.suppress(TypeError):  # which the function raises, too
@@ -336,7 +326,6 @@ class Recorder:
             self.add("collective", values, self.collectives, steps_ago=ago)
             self.collectives += 1
 
-    @_while_training
     def see_forward(self, module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> None:
         self.depth += 1
         is_training = self.depth == 1 and torch.is_grad_enabled() and not self.in_backward
@@ -356,14 +345,12 @@ class Recorder:
         elif self.root is not None:
             self.calls.setdefault(id(module), [_passed([*args, kwargs])])
 
-    @_while_training
     def see_forward_end(self, output: Any, module: torch.nn.Module, *_: Any) -> None:
         self.depth = max(0, self.depth - 1)
-        if self.root is not None and module is not self.root:
+        if self.root is not None:
             self.calls[id(module)] = [*self.calls.pop(id(module), [[]]), _passed(output)][:2]  # the first call
-        tensors = dict(_tensors(output, ""))
-        self.dtypes.update({id(module): dtype_name(tensor.dtype) for tensor in [*tensors.values()][:1]})
         if module is self.root and self.depth == 0:
+            tensors = dict(_tensors(output, ""))
             names = {id(made): without_wrappers(name) for name, made in module.named_modules()}
             layers = {names[id(made)]: self.layer(made) for made in module.modules()}
             calls = {names[key]: call for key, call in self.calls.items() if names.get(key)}
@@ -387,9 +374,9 @@ class Recorder:
         parameters = module.named_parameters(recurse=False)
         frozen = [f"with {name} frozen" for name, parameter in parameters if not parameter.requires_grad]
         mode = [f"in {'training' if module.training else 'evaluation'}"] if _reads_mode(kind) else []
-        return " ".join([*own, *mode, self.dtypes.get(id(module), ""), *frozen])
+        returned = self.calls.get(id(module), [[]])[-1]
+        return " ".join([*own, *mode, returned[0][3].partition("[")[0] if returned else "", *frozen])
 
-    @_while_training
     def see_backward(self, tensors: Any, *_: Any, **__: Any) -> None:
         self.in_backward += 1
         if self.in_backward > 1:
@@ -411,21 +398,18 @@ class Recorder:
         self.add("own gradient", self.own, self.backwards)
         self.backwards += 1
 
-    @_while_training
     def see_gradient(self, key: int, gradient: torch.Tensor) -> None:
         if self.in_backward:
             if not self.record["steps"]:
                 self.record["summing_error"] = max(self.record["summing_error"], _summing_error(gradient))
             self.own[self.name(key)] = fingerprint(gradient)
 
-    @_while_training
     def see_backward_end(self, *_: Any) -> None:
         self.in_backward -= 1
         if not self.in_backward:
             grads = {key: param.grad for key, param in self.params.items() if param.grad is not None}
             self.narrow = {key: _narrow(_flat(grad)) for key, grad in grads.items()}
 
-    @_while_training
     def see_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.step_depth += 1
         # Horovod's `step`, which reduces, calls that of the optimizer's class, which applies the gradients.
@@ -458,7 +442,6 @@ class Recorder:
         for number, name in enumerate(sorted(found)):
             self.add("state of the optimizer", found[name], number)
 
-    @_while_training
     def see_step_end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.step_depth = max(0, self.step_depth - 1)
         if self.step_depth == 0 and self.has_backward:
