@@ -364,23 +364,21 @@ class Job:
 
     def _torch(self, source: Source) -> Iterator[Finding]:
         """Yield what there is to say about processes and groups, except for the changes."""
-        why = "what starts it is to be changed by hand, or not among the files"
-        if None in self.arguments.values():
-            why = "its arguments, here or in another file, are not certain"
+        left: dict[Any, str] = {}
+        if not self.replaces:
+            why = "what starts it is to be changed by hand, or not among the files"
+            if None in self.arguments.values():
+                why = "its arguments, here or in another file, are not certain"
+            left |= dict.fromkeys(source.options if self.uses_hvd else (), f"{_OPTION}: use hvd.local_rank()")
+            left |= dict.fromkeys(self.arguments, _EXEC.format(why))
+            left |= dict.fromkeys(self.starts if self.arguments else (), _ALONE)
         for node in source.nodes:
-            path, text = source.dotted(node), ""
-            if node in self.starts and self.arguments and not self.replaces:
-                text = _ALONE
-            elif node in self.arguments and not self.replaces:
-                text = _EXEC.format(why)
-            elif node in source.options and self.uses_hvd and not self.replaces:
-                text = f"{_OPTION}: use hvd.local_rank()"
-            elif path == "torch.distributed.is_initialized" and self.has_horovod:
+            path = source.dotted(node)
+            if path == "torch.distributed.is_initialized" and self.has_horovod:
                 text = "is_initialized() is True after hvd.init(); with Horovod it is not"
                 yield Finding(node.lineno, "differs", text)
-                continue
-            if text := text or _BY_HAND.get(path, ""):
-                yield Finding(node.lineno, "by hand", text)
+            elif advice := left.get(node) or _BY_HAND.get(path):
+                yield Finding(node.lineno, "by hand", advice)
 
     def _variables(self, source: Source) -> Iterator[Finding]:
         """Yield what there is to say about the environment variables that launchers set."""
@@ -501,13 +499,11 @@ def _init_arguments(source: Source, call: Any) -> tuple[str, str, str] | None:
 
 def _transport(source: Source, backend: Any) -> str:
     """Return the argument of hvd.init() for a backend of torch; "" if it is absent, or not among the transports."""
-    member = source.dotted(backend) if backend else ""
-    if re.fullmatch(r"torch\.distributed\.(\w+\.)?Backend\.\w+", member):
-        name = member.rpartition(".")[2].lower()
-        return f'transport="{name}"' if name in _TRANSPORTS else ""
-    values = source.values(backend) if backend else []
-    is_known = values and all(getattr(value, "value", 0) in _TRANSPORTS for value in values)
-    return f"transport={source.segment(backend)}" if is_known else ""
+    member = re.fullmatch(r"torch\.distributed\.(?:\w+\.)?Backend\.(\w+)", source.dotted(backend))
+    names = [member[1].lower()] if member else [getattr(value, "value", 0) for value in source.values(backend)]
+    if not set(names) <= set(_TRANSPORTS):
+        return ""
+    return f'transport="{names[0]}"' if member else f"transport={source.segment(backend)}"
 
 
 def _is_number(source: Source, node: Any, number: str) -> bool:
