@@ -198,12 +198,11 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str], timeout: float | No
         packages = Path(folder) / "packages"  # only this one: another Python has a torch of its own
         packages.mkdir()
         (packages / _PACKAGE.name).symlink_to(_PACKAGE)
-        given = cell.variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
-        path = os.pathsep.join(filter(None, [given, str(packages)]))
-        chosen = {"DUALDIST_BACKEND": cell.backend, "DUALDIST_TRANSPORT": cell.transport, "PYTHONPATH": path}
+        env = os.environ | cell.variables
+        env |= {"DUALDIST_BACKEND": cell.backend, "DUALDIST_TRANSPORT": cell.transport}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(packages)]))
         with (Path(folder) / "output").open("w+b") as output:
-            start = [*_start(cell), *recorder, *command]
-            env, none = os.environ | cell.variables | chosen, subprocess.DEVNULL
+            start, none = [*_start(cell), *recorder, *command], subprocess.DEVNULL
             process = subprocess.Popen(start, stdin=none, stdout=output, stderr=output, env=env)
             former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
             try:
