@@ -245,24 +245,17 @@ def _backends(world: WorldFacts) -> Iterator[Problem]:
     for error, processes in broken.items():
         yield _problem("backend", processes, f"init() raises an error on {_where(processes)}: {error}")
     if not broken:
-        usual, others = _split((process.backend, process) for process in world.processes)
-        for backend, processes in others.items():
-            text = (
-                f"All ranks must choose the same backend, but {_where(processes)} chooses {backend} and the others "
-                f"{usual}. Set DUALDIST_BACKEND for all processes, or install the same packages on all hosts."
-            )
-            yield _problem("backend", processes, text)
+        text = "All ranks must choose the same backend, but {where} chooses {value} and the others {usual}. Set "
+        text += "DUALDIST_BACKEND for all processes, or install the same packages on all hosts."
+        yield from _unlike("backend", text, "", ((process.backend, process) for process in world.processes))
 
 
 def _versions(world: WorldFacts) -> Iterator[Problem]:
     for name in sorted({name for found in world.versions.values() for name in found}):
-        usual, others = _split((world.versions[one.versions].get(name), one) for one in world.processes)
-        for version, processes in others.items():
-            text = (
-                f"{name} must be the same version everywhere, but is {version or 'absent'} on {_where(processes)} and "
-                f"{usual or 'absent'} on the others. Install the same version, or look at PATH and PYTHONPATH there."
-            )
-            yield _problem("version", processes, text)
+        text = f"{name} must be the same version everywhere, but is {{value}} on {{where}} and {{usual}} on the others."
+        text += " Install the same version, or look at PATH and PYTHONPATH there."
+        pairs = ((world.versions[one.versions].get(name), one) for one in world.processes)
+        yield from _unlike("version", text, "absent", pairs)
 
 
 def _clocks(world: WorldFacts) -> Iterator[Problem]:
@@ -305,11 +298,8 @@ def _gpus(world: WorldFacts) -> Iterator[Problem]:
             seen = f"torch sees no GPU on {_where(blind)}, although the driver lists"
             fix = "Look at CUDA_VISIBLE_DEVICES, and whether this torch supports the driver."
             yield _problem("gpu", blind, f"{seen} {blind[0].installed_gpus}. {fix}")
-    usual, others = _split((_models(processes), processes[0]) for processes in world.hosts)
-    for found, processes in others.items():
-        hosts = ", ".join(process.host for process in processes)
-        text = f"but {hosts} has {found or 'none'} and the others {usual or 'none'}."
-        yield _problem("gpu", processes, f"All hosts must have the same GPUs, {text}")
+    text = "All hosts must have the same GPUs, but {hosts} has {value} and the others {usual}."
+    yield from _unlike("gpu", text, "none", ((_models(processes), processes[0]) for processes in world.hosts))
     for node, ranks, devices in shared_devices(world.views, choose_devices(world.views)):
         processes = [process for process in world.processes if process.node == node]
         text = f"{ranks} processes share {devices} GPUs on {processes[0].host}."
@@ -361,14 +351,20 @@ def _models(processes: Sequence[ProcessFacts]) -> str:
     return ", ".join(f"{count} x {model}" for model, count in sorted(counts.items()))
 
 
-def _split(pairs: Iterable[tuple[str | None, ProcessFacts]]) -> tuple[str | None, dict[str | None, list[ProcessFacts]]]:
-    """Return the value that most hosts have, and the processes with each other value. Equal numbers: rank 0's value."""
-    processes: dict[str | None, list[ProcessFacts]] = {}
+def _unlike(kind: str, text: str, none: str, pairs: Iterable[tuple[str | None, ProcessFacts]]) -> Iterator[Problem]:
+    """Yield a problem for each value that is not that of most hosts. Equal numbers of hosts: rank 0's value is right.
+
+    text: with names in braces for what differs. none: what is said where there is no value.
+    """
+    processes: dict[str, list[ProcessFacts]] = {}
     for value, process in pairs:
-        processes.setdefault(value, []).append(process)
+        processes.setdefault(value or none, []).append(process)
     # max returns the first of equals.
     usual = max(processes, key=lambda value: len({process.node for process in processes[value]}))
-    return usual, {value: found for value, found in processes.items() if value != usual}
+    for value, found in processes.items():
+        if value != usual:
+            hosts = ", ".join(process.host for process in found)
+            yield _problem(kind, found, text.format(value=value, usual=usual, where=_where(found), hosts=hosts))
 
 
 def _where(processes: Sequence[ProcessFacts]) -> str:
@@ -422,11 +418,10 @@ def as_text(report: Mapping[str, Any]) -> str:
     hosts, links, problems = report["hosts"], report["links"], report["problems"]
     world = f"World of {_count(report['size'], 'process', 'es')} on {_count(len(hosts), 'host')}"
     lines = [f"{world}, started by {report['launcher']}; backend: {report['backend']}", ""]
-    tables = [_host_rows(hosts), _rank_rows(report["ranks"])]
-    if links:
-        tables.append(_link_rows(links))
+    tables = [[*_host_rows(hosts)], [*_rank_rows(report["ranks"])], *([[*_link_rows(links)]] if links else [])]
     for rows in tables:
-        lines += [*_table([*rows]), ""]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += [*(f"  {'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows), ""]
     lines += [f"WARNING: {problem['text']}" for problem in report["warnings"]]
     lines += [f"WRONG: {problem['text']}" for problem in problems]
     left = f"{_count(len(problems), 'problem')} must be solved first." if problems else "This allocation can train."
@@ -470,12 +465,6 @@ def _link_rows(links: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
         yield f"{link['source']} to {link['target']}", *shown
     if len(links) > _MOST_LINKS:
         yield f"({len(links) - _MOST_LINKS} faster links)", "", ""
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield f"  {'  '.join(map(str.ljust, row, widths))}".rstrip()
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -388,8 +388,6 @@ class Job:
         after = {source.function(call): call.lineno for call in joins}
         if self.is_joined:
             after = {source.tree: after.get(source.tree, 0)}
-        early = [node for node, _, is_set in source.accesses if not is_set]
-        early = [node for node in early if node.lineno <= after.get(source.function(node), 0)]
         is_torchs_too = any(name in SET_BY_INIT for _, name, _ in source.accesses)
         for node, name, is_set in source.accesses:
             if self.replaces and node in self._in_arguments:
@@ -410,7 +408,7 @@ class Job:
             elif self.replaces and self.is_first and number and not self.starts and is_int:
                 text = f"{source.module}.{number}()"
                 yield source.change(whole, text, f"{text} instead of {name}, which only {launcher} sets")
-            elif has_init and not is_tested and (not is_torchs or node in early):
+            elif has_init and not is_tested and (not is_torchs or node.lineno <= after.get(source.function(node), 0)):
                 uses = [f"use hvd.{number}()"] * bool(number)
                 uses += ["read it after hvd.init(), which sets it"] * is_torchs
                 text = f"{name} is a variable of {launcher}: {' or '.join(uses)}"
