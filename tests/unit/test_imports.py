@@ -35,7 +35,7 @@ BETWEEN_OTHERS = {
     "checkpoint": {"rooted_collectives"},  # the states of all ranks are gathered on the writer
     "cli": {"doctor", "exec", "horovod", "migrate", "observation", "parity", "processes"},  # its commands
     "comm_hooks": {"devices"},  # hooks run on streams of their own
-    "compat": {"copies", "elastic", "horovod"},  # Horovod's names, also while it is installed
+    "compat": {"copies", "elastic", "horovod", "sync_batch_norm"},  # Horovod's names, also while it is installed
     "doctor": {"devices", "exec", "mpi", "processes"},  # --world starts MPI, and shows the NUMA nodes of devices
     "elastic": {"checkpoint", "samplers"},
     "exec": {"compat", "copies", "slurm"},  # the option --compat, the form of lists of cores

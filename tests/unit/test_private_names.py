@@ -67,7 +67,8 @@ CALLED_BY_OTHERS = {
         _set_ddp_sink_clone _set_static_graph
     """,
     "programs that use horovod.torch": """
-        _allreduce_delay _handles _requires_update _should_synchronize
+        _add_process_set_impl _allreduce_delay _handles _process_set_rank _process_set_size _remove_process_set_impl
+        _requires_update _should_synchronize
     """,
 }
 """The private methods that the package defines without calling them, by who calls them."""
