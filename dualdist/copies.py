@@ -84,6 +84,11 @@ def remove_copies(variables: Mapping[str, str], env: MutableMapping[str, str]) -
         del env[name]
 
 
+def remove_all_copies(env: MutableMapping[str, str]) -> None:
+    """Remove the copies whose values have not changed since, for a launcher that is started with `env`."""
+    remove_copies(_recorded(env), env)
+
+
 def _recorded(env: Mapping[str, str]) -> dict[str, str]:
     return dict(item.split("=", 1) for item in env.get(COPIES, "").split() if "=" in item)
 

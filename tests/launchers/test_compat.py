@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ..helpers.forks import BIN
 from ..helpers.namespace_hosts import Network
 from ..helpers.requirements import need_modules
 from ..helpers.script_launch import LAUNCHERS, Script, launch
@@ -94,6 +95,17 @@ def test_an_error_in_the_script_ends_it_with_code_1(script: Script) -> None:
     ended = launch("python", "-m", "dualdist.compat", path)
     assert ended.code == 1
     assert "start it with torchrun or horovodrun" in ended.output
+
+
+@pytest.mark.parametrize("controller", ["--gloo", "--mpi"])
+def test_horovodrun_in_a_script_starts_processes_that_use_dualdist(controller: str, script: Script) -> None:
+    need_modules("horovod.torch")
+    worker = "import horovod.torch as hvd; hvd.init(); print(hvd.size(), hvd.allreduce.__module__)"
+    command = [f"{BIN}/horovodrun", "-np", "2", controller, sys.executable, "-c", worker]
+    path = script(f"import subprocess\nsubprocess.run({command}, check=True)\n")
+    ended = launch("python", "-m", "dualdist.compat", path)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("2 dualdist.core.collectives.allreduce") == 2
 
 
 def test_install_in_a_program_that_has_imported_horovod_keeps_it_as_the_backend(script: Script) -> None:
