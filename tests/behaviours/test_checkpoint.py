@@ -468,6 +468,14 @@ def test_the_clock_of_rank_0_decides_when_seconds_have_passed(tmp_path: Path) ->
     manager.close()
 
 
+@everywhere
+def test_ranks_ask_each_other_for_news_in_every_so_many_steps_only(tmp_path: Path) -> None:
+    manager = CheckpointManager(folder(tmp_path), {}, every_seconds=1e9, agree_every=3)
+    manager._saved_at -= 2e9 if hvd.rank() == 0 else 0
+    assert [manager.step() for _ in range(6)] == [False, False, True, False, False, False]
+    manager.close()
+
+
 def compiled(model: torch.nn.Module) -> torch.nn.Module:
     """Return what torch.compile does, whose import takes seconds: a module with this attribute."""
     made = torch.nn.Module()

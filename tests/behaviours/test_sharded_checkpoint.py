@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 import dualdist as hvd
 from dualdist.checkpoint import CheckpointManager
+from dualdist.sharding.checkpoints import FolderCatalog
 
 from ..helpers.collected_warnings import warned
 from ..helpers.sharded_training import adamw, shard, train, transformer, weights, whole
@@ -272,6 +273,16 @@ def test_an_archived_checkpoint_stays_whole_when_a_link_has_its_place(tmp_path: 
         assert not placed.is_symlink()
         manager.restore(tmp_path / "archived")
         assert manager.steps == 0
+
+
+def test_a_checkpoint_whose_removal_fails_half_way_has_lost_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "step-000000001"
+    old.mkdir()
+    monkeypatch.setattr("shutil.rmtree", lambda path: os.rmdir(f"{path}/no folder"))
+    FolderCatalog(tmp_path, 1).remove(old)
+    assert not old.exists()
 
 
 @later_with_horovod

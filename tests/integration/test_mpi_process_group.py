@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dualdist.mpi.communicator import Buffer
+
 from ..helpers.mpi_values import COMPLEX, FLOATS, WHOLE, combined, mine, pieces, pieces_of, same, world
 from ..helpers.world import everywhere
 
@@ -116,6 +118,14 @@ def test_input_and_output_may_share_memory() -> None:
     own = whole[3 * rank : 3 * rank + 3]
     dist.reduce_scatter_tensor(own, whole)
     assert torch.equal(own, combined(operator.add, 3 * size, torch.float32)[3 * rank : 3 * rank + 3])
+
+
+def test_buffers_that_share_memory_overlap() -> None:
+    """MPI forbids it; Open MPI may give right numbers all the same."""
+    whole = torch.arange(6.0, device="cpu")
+    first, middle, last = (Buffer(whole[start : start + 2]) for start in (0, 1, 2))
+    assert first.overlaps(middle) and middle.overlaps(first) and middle.overlaps(last)
+    assert not first.overlaps(last) and not last.overlaps(first)
 
 
 @everywhere

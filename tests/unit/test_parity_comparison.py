@@ -800,6 +800,26 @@ def test_a_layer_has_a_mode_where_its_code_reads_it_and_its_arguments_if_it_is_o
     assert "training" not in layer(torch.nn.Linear(2, 2)) + layer(torch.nn.Sequential(torch.nn.Dropout()))
 
 
+def test_gradients_are_read_after_a_backward_in_the_step_that_applies_them(tmp_path: Path) -> None:
+    class Reducing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    recorder, param = Recorder(tmp_path, 1, 0, 1), torch.nn.Parameter(torch.ones(1))
+    torch.optim.SGD([param])  # torch prepares the `step` of each class in its first instance
+    optimizer = Reducing([param])
+
+    def stages_of_steps() -> list[str]:
+        recorder.step_depth = 0
+        for _ in ("Reducing.step", "SGD.step"):
+            recorder.see_step(optimizer)
+        return [stage for _, stage, _, _ in recorder.record["values"]]
+
+    assert stages_of_steps() == []
+    recorder.has_backward = True
+    assert stages_of_steps().count("reduced gradient") == 1
+
+
 def test_operations_have_their_numbers_targets_and_branches() -> None:
     target = torch.zeros(2)
     output = torch.tensor([1.0, -2.0], requires_grad=True).relu()

@@ -49,6 +49,10 @@ def test_torchrun_inside_the_launcher_of_a_site_wins() -> None:
     assert detect(NAMED | TORCHRUN).launcher == "torchrun"
 
 
+def test_other_variables_of_this_form_and_empty_ones_name_nothing() -> None:
+    assert detect(TORCHRUN | {"MAIL_FROM": "me", "DUALDIST_RANK_FROM": ""}).launcher == "torchrun"
+
+
 def test_another_launcher_that_disagrees_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match=r"of srun, and 3 .* of site instead"):
         detect(NAMED | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
