@@ -103,7 +103,7 @@ MODELS: Mapping[str, Model] = {
     "resnet50": Model(lambda: _resnet("resnet50", 2), 8, "torchvision's ResNet-50, 94 MB"),
     "mlp": Model(_mlp, 6, "4 linear layers, 207 MB: communication"),
     "small": Model(_small, 150, "240 tensors, 0.5 MB: bookkeeping"),
-    "transformer": Model(_transformer, 25, "6 encoder layers of width 256, 19 MB"),
+    "transformer": Model(_transformer, 40, "6 encoder layers of width 256, 19 MB"),
     "blocks": Model(_blocks, 8, "8 residual blocks of width 720, 36 MB: backward hides the transfer"),
     "mixed": Model(lambda: _blocks(dtype=torch.float64), 8, "the blocks in float64, norms and head in float32"),
     "late": Model(lambda: _blocks(first_is_last=True), 8, "the blocks, the first layer registered last"),
