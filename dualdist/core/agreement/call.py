@@ -127,9 +127,9 @@ class Call:
     payload: bytes = b""
     """Small data sent in the same message as the agreement: of all members, or of the root of a broadcast.
 
-    If the kind has `Data.AFTER`, it is all data of the call: nothing is sent after the agreement. Which members send
-    some follows from `arguments`, and so does its length, which `payload_capacity` limits. Of other kinds, any member
-    may send some, of any length; none is received if the members exchange all their pending calls.
+    Of a kind with `Data.AFTER`, it is all data: nothing is sent after the agreement. Which members send some, and its
+    length, which `payload_capacity` limits, follow from `arguments`. Of other kinds, any member may send some, of any
+    length. None is received if the members exchange all their pending calls: a call then runs as without a payload.
     """
 
     @property

@@ -5,8 +5,8 @@ all its pending calls, and whether its script is blocked, that is, can make no o
 member computes the same from that:
 
 - A call that all active members have made runs. If its arguments differ, it raises on all of them.
-- A call that failed on one member before it could start raises on the members that made it. The arguments of a failed
-  call are unknown, so it matches the calls from the same line of the user's code, by their order.
+- A call that failed on one member before it could start raises on the members that made it: those that called from the
+  same line of the script, since its arguments are unknown. A member that waits for a call of another line does not.
 - If nothing matches and the scripts of all active members are blocked, all their pending calls raise.
 - Otherwise the members wait until one of them has another call, or is blocked.
 """

@@ -120,7 +120,7 @@ class Group(ABC):
 
     @abstractmethod
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Start filling `output` ((size * n,), uint8) with every member's `tensor` ((n,), uint8), in rank order."""
+        """Start filling `output` ((size * n,), uint8) with each rank's `tensor` ((n,), uint8) in rank order; n > 0."""
 
     @abstractmethod
     def alltoall(

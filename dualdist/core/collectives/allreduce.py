@@ -107,7 +107,7 @@ def allreduce(
 
     Raises:
         ValueError: an argument is wrong on this rank (dtype, op, name in use, not a member).
-        HorovodInternalError: the ranks' calls differ, a rank did not call in time, or the backend failed.
+        HorovodInternalError: calls differ (CollectiveMismatchError), a rank is late (StallError), or a backend failed.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce([tensor], reduction, name, average=average, compression=compression, process_set=process_set)
