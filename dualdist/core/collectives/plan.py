@@ -99,7 +99,7 @@ class _Recorded(torch.autograd.Function):
 
 
 def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]]:
-    """Decorate a function that makes a Plan of `kind`: if it raises, the other ranks get an error and do not wait."""
+    """Decorate a function that makes a Plan of `kind`: if it raises, so do other ranks' calls from its line."""
 
     def decorate(make: Callable[P, Plan[T]]) -> Callable[P, Plan[T]]:
         @functools.wraps(make)
