@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -80,6 +80,19 @@ class World:
     local_size: int
     cross_rank: int
     cross_size: int
+
+
+@dataclass(frozen=True)
+class DeviceView:
+    """Where a rank runs, and the devices that it sees."""
+
+    host: str
+    local_rank: int | None
+    """From the launcher; None if it does not say."""
+    devices: Sequence[str]
+    """A name for each device, in torch's order. The ranks of a host use the same name for a device."""
+    numbers: Sequence[str] = field(default_factory=list, kw_only=True)
+    """What this process calls the devices. Processes that cgroups confine to one device each call theirs "0"."""
 
 
 NEVER_SECONDS = 31_536_000

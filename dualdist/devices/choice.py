@@ -9,7 +9,6 @@ import hashlib
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from ..core import accelerator
 from ..core.backends import needs_gpus
 from ..core.launch import Place
 from ..core.meeting.links import shown_host
+from ..core.types import DeviceView
 from ..errors import ConfigurationError, logger
 
 _VISIBLE = (
@@ -49,19 +49,6 @@ def summary() -> tuple[str, int]:
     """Return a digest of the names of the devices that this process sees, and their number."""
     names = visible()
     return hashlib.sha256(repr(names).encode()).hexdigest()[:8], len(names)
-
-
-@dataclass(frozen=True)
-class DeviceView:
-    """Where a rank runs, and the devices that it sees."""
-
-    host: str
-    local_rank: int | None
-    """From the launcher; None if it does not say."""
-    devices: Sequence[str]
-    """A name for each device, in torch's order. The ranks of a host use the same name for a device."""
-    numbers: Sequence[str] = field(default_factory=list, kw_only=True)
-    """What this process calls the devices. Processes that cgroups confine to one device each call theirs "0"."""
 
 
 def choose_devices(views: Sequence[DeviceView]) -> list[int | None]:

@@ -28,8 +28,8 @@ from ..core.backends.torch_groups import meet
 from ..core.checks import shown_ranks
 from ..core.launch import detect, read_settings
 from ..core.meeting.links import Gather, find_addresses, interface_of, own_node
-from ..core.types import Launch
-from ..devices.choice import NO_NVLINK, DeviceView, choose_devices, confined_hosts, shared_devices, visible
+from ..core.types import DeviceView, Launch
+from ..devices.choice import NO_NVLINK, choose_devices, confined_hosts, shared_devices, visible
 from ..errors import ConfigurationError
 from ..exec.command import cores_by_node, numa_node
 from ..mpi import meeting as mpi

@@ -43,7 +43,7 @@ from ..core.launch import Place, nodes, temporary_environment, topology
 from ..core.meeting import Meeting, PublishedBoard
 from ..core.meeting.links import LOOPBACK, check_interfaces, interface_of, own_node
 from ..core.process import Patience, in_thread, wait_for
-from ..core.types import Launch, Settings
+from ..core.types import DeviceView, Launch, Settings
 from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
 from . import horovod_variables, horovods_version, real_horovod
 from .group import (
@@ -251,7 +251,7 @@ class HorovodBackend(Backend):
             return None
         devices = needed("devices")
         chosen = accelerator.current_device() if self._adopted and self.transport == "nccl" else None
-        view = devices.DeviceView(own_node(), launch.local_rank, devices.visible(by_uuid=True))
+        view = DeviceView(own_node(), launch.local_rank, devices.visible(by_uuid=True))
         views = hvd.allgather_object(view, name="dualdist.devices")
         if not self._adopted and needs_gpus(self.transport):
             devices.check_devices(views, self.transport)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from dualdist.core.backends.torch import Offer, agreed_transport
-from dualdist.devices.choice import NO_NVLINK, DeviceView, choose_devices, shared_devices
+from dualdist.core.types import DeviceView
+from dualdist.devices.choice import NO_NVLINK, choose_devices, shared_devices
 from dualdist.errors import ConfigurationError
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from ..launch import temporary_environment
 from ..meeting import Meeting
 from ..meeting.links import own_node, shown_host
 from ..process import Patience, in_thread, wait_for
-from ..types import Launch, Settings
+from ..types import DeviceView, Launch, Settings
 from . import needs_gpus, transport_named
 from .base import Backend, Exchange, Group
 from .torch_groups import (
@@ -50,19 +50,12 @@ _FALLBACK = "gloo"
 
 
 @dataclass(frozen=True)
-class Offer:
+class Offer(DeviceView):
     """What a rank reports before the transport is chosen."""
 
-    host: str
-    local_rank: int | None
-    """From the launcher; None if it does not say."""
-    devices: Sequence[str]
-    """As in DeviceView of devices/choice.py, which takes an offer, too."""
     transport: str
     """The fastest transport of this rank, or the one that the user asks for."""
     is_asked: bool
-    numbers: Sequence[str] = field(default_factory=list)
-    """As in DeviceView."""
 
 
 def agreed_transport(offers: Sequence[Offer], rank: int) -> str:
@@ -96,7 +89,7 @@ def _offer(local_rank: int | None, transport: str, *, is_asked: bool) -> Offer:
     devices, seen = extension("devices") if accelerator.kind() else None, ((), ())
     if devices is not None:
         seen = devices.visible(by_uuid=needs_gpus(transport)), devices.visible()
-    return Offer(own_node(), local_rank, seen[0], transport, is_asked, seen[1])
+    return Offer(own_node(), local_rank, seen[0], transport, is_asked, numbers=seen[1])
 
 
 def adopted_transport(config: Mapping[str, str]) -> str:
