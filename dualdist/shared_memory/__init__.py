@@ -110,9 +110,6 @@ class HierarchicalGroup(HostGroup):
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         return self._inner.allgather(output, tensor)
 
-    def allgather_bytes(self, message: bytes) -> list[bytes]:
-        return self._inner.allgather_bytes(message)
-
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work:

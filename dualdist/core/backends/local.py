@@ -37,9 +37,6 @@ class _LocalGroup(Group):
         output.copy_(tensor)
         return CombinedWork(())
 
-    def allgather_bytes(self, message: bytes) -> list[bytes]:
-        return [message]
-
 
 class LocalBackend(Backend):
     name = "local"

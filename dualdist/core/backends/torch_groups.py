@@ -165,8 +165,6 @@ def _serve(host: str, timeout: timedelta) -> dist.TCPStore:
 
 _REDUCE_OPS: list[Any] = [name and getattr(dist.ReduceOp, name) for name in TORCH_OP_NAMES]
 _CHECK_INTERVAL = timedelta(seconds=CHECK_SECONDS)
-_RING_SIZE = 8
-"""Up to this size, Gloo's allgather takes fewer steps (size - 1) than a gather and a broadcast (1 + log2(size))."""
 
 
 @contextlib.contextmanager
@@ -294,20 +292,6 @@ class TorchGroup(Group):
             work = self._pg.alltoall_base(output, tensor, list(received), list(sent))
         return self._started(work, tensor)
 
-    def allgather_bytes(self, message: bytes) -> list[bytes]:
-        if self.size <= _RING_SIZE:
-            return super().allgather_bytes(message)
-        sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        received = torch.empty(self.size, len(message), dtype=torch.uint8, device="cpu")
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        outputs = [list(received.unbind())] if self.rank == 0 else []
-        with wrapped():
-            gathered = self._started(self._pg.gather(outputs, [sent], options), sent)
-        gathered.wait()
-        self.broadcast_(received, 0).wait()
-        return [row.numpy().tobytes() for row in received]
-
     def set_timeout(self, timeout: timedelta) -> None:
         if self._pg is not None:
             set_group_timeout(self._pg, timeout)
@@ -333,9 +317,6 @@ def set_group_timeout(process_group: Any, timeout: timedelta) -> None:
 # torch.distributed.new_group names such a group after the number of groups that the process has made, or is in. The
 # members of a group would use different names if these numbers differ.
 
-_DIRECT_KINDS = ("gloo", "mpi4py")
-"""torch's names of the backends that `direct_group` supports."""
-
 
 def direct_group(
     kind: str, store: dist.Store, name: str, ranks: Sequence[int], rank: int, timeout: timedelta
@@ -346,7 +327,7 @@ def direct_group(
     """
     place, own_store, size = list(ranks).index(rank), dist.PrefixStore(name, store), len(ranks)
     with wrapped():
-        if kind == "gloo":
+        if kind == _CPU:
             return TorchGroup(ranks, rank, dist.ProcessGroupGloo(own_store, place, size, timeout))
         options = {"store": own_store, "group_id": name, "timeout": timeout}
         given = SimpleNamespace(**options, group_rank=place, group_size=size)
@@ -516,6 +497,6 @@ class TorchGroups:
 
 def new_torch_groups(rank: int, config: Mapping[str, str], device: torch.device | None, *others: Any) -> TorchGroups:
     """Return the groups of a world, none yet. The arguments are those of TorchGroups."""
-    is_direct = [*config] == ["cpu"] and config["cpu"] in _DIRECT_KINDS
+    is_direct = [*config] == ["cpu"] and config["cpu"] in (_CPU, _MPI)
     kind = TorchGroups if is_direct else needed("device_groups").DeviceGroups
     return kind(rank, config, device, *others)
