@@ -49,7 +49,7 @@ from ..core.types import Settings
 from ..errors import HorovodInternalError, StallError, logger
 from .report import Report, combined, lines, shares
 from .status import Contact, StatusServer, ask, call_of_torch
-from .timeline import ChannelRecorder
+from .timeline import ChannelRecorder, Timeline
 from .usage import Usage, reduced_bytes
 
 WAITING, LEFT, ABSENT, SILENT, ENDED = "waiting", "left", "absent", "silent", "ended"
@@ -133,8 +133,7 @@ ASKED = "a rank received SIGUSR2"
 
 CallKey = tuple[str, str | None]
 """`Call.key`: which calls of the members match."""
-FindRecorder = Callable[[], ChannelRecorder | None]
-"""What `Timeline.of_channel` returns."""
+_profiler_runs = torch._C._autograd._profiler_enabled
 
 
 class WatchedChannel(Observer):
@@ -143,10 +142,8 @@ class WatchedChannel(Observer):
     It passes on what others need of that: always the times of waits, and all while there is a recorder.
     """
 
-    def __init__(
-        self, watch: StallWatch, name: str, ranks: tuple[int, ...], pending: Pending | None, find: FindRecorder
-    ) -> None:
-        self._watch, self.name, self.ranks, self.pending, self._find_recorder = watch, name, ranks, pending, find
+    def __init__(self, watch: StallWatch, name: str, ranks: tuple[int, ...], pending: Pending | None) -> None:
+        self._watch, self.name, self.ranks, self.pending = watch, name, ranks, pending
         self._recorder: ChannelRecorder | None = None
         """Records the current call for a timeline or a profiler, if there is one."""
         self.number = 0
@@ -183,7 +180,9 @@ class WatchedChannel(Observer):
             self.agreed(call, self._record, ())
 
     def agreeing(self, call: Call) -> bool:
-        self._recorder = self._find_recorder()  # now: a profiler may have started
+        timeline = self._watch.timeline
+        is_recorded = timeline.file is not None or _profiler_runs()  # it may have started now
+        self._recorder = timeline.of_channel(self.name, self.ranks) if is_recorded else None
         return self._recorder is not None and self._recorder.agreeing(call)
 
     def ended(self) -> None:
@@ -208,8 +207,10 @@ class WatchedChannel(Observer):
 
     def sent(self, work: Work, name: str, params: Iterable[str], bucket: torch.Tensor) -> Work:
         self._watch.usage.reduced += bucket.nbytes
-        recorder = self._find_recorder()
-        return work if recorder is None else recorder.sent(work, name, params, bucket)
+        timeline = self._watch.timeline
+        if timeline.file is None and not _profiler_runs():
+            return work
+        return timeline.of_channel(self.name, self.ranks).sent(work, name, params, bucket)
 
     def waited(self, record: Record, since: int) -> None:
         self._watch.usage.waited(record, since)
@@ -331,6 +332,8 @@ class StallWatch:
         self._spent: Sequence[Sequence[int]] = ()
         """On rank 0: of each rank what `usage.values` was when it was last asked."""
         self._slow: Report | None = None
+        self.timeline: Timeline
+        """Of the world. WorldObservation sets it."""
         self.dump: Callable[[str, int], Callable[[], str]] = lambda why, asked: str
         """Starts to write a file (observation/dump.py) because of `why`, which the first rank asked for at `asked`.
 
@@ -346,14 +349,9 @@ class StallWatch:
         if self.size > 1:
             self._thread.start()
 
-    def add_channel(
-        self, name: str, ranks: tuple[int, ...], pending: Pending | None = None, find: FindRecorder = lambda: None
-    ) -> WatchedChannel:
-        """Add a channel, as `Observation.observer`. Without `pending`, calls are not agreed on, and recorded here.
-
-        find: returns who else is to see a call that begins, if anybody.
-        """
-        channel = self.channels[name] = WatchedChannel(self, name, ranks, pending, find)
+    def add_channel(self, name: str, ranks: tuple[int, ...], pending: Pending | None = None) -> WatchedChannel:
+        """Add a channel, as `Observation.observer`. Without `pending`, calls are not agreed on, and recorded here."""
+        channel = self.channels[name] = WatchedChannel(self, name, ranks, pending)
         return channel
 
     def survey(self, channel: WatchedChannel, number: int, key: CallKey, *, has_failed: bool = False) -> Survey:
@@ -435,7 +433,7 @@ class StallWatch:
 
     def _answer(self, question: Any) -> Any:
         about, name, *rest = question
-        channel = self.channels.get(name) or WatchedChannel(self, name, (), None, lambda: None)  # not added yet
+        channel = self.channels.get(name) or WatchedChannel(self, name, (), None)  # not added yet
         if about == "report":
             number, (kind, call_name) = rest
             self._make_due(name, number, (kind, call_name))

@@ -20,6 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -134,21 +135,19 @@ def _metadata(pid: int, **args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 _ACTIVITIES = {"BROADCAST": "BCAST", "ADASUM": "ADASUM_ALLREDUCE"}
 """Event -> its name after the transport's, as in GLOO_BCAST, where Horovod writes another name there."""
 
-_profiler_runs = torch._C._autograd._profiler_enabled
 
-
+@dataclass
 class Timeline:
     """Records the collectives of one world while a file is open, which only rank 0 ever opens, or a profiler runs."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self.file: TraceFile | None = None
-        """The open file."""
-        self.mark_cycles = False
-        self._rows: dict[str, int] = {}
-        """Channel -> its row (tid) in each track."""
-        self.works: dict[str, _RecordedWork] = {}
-        """The allreduces that may not have ended, by their names."""
+    backend: Backend
+    file: TraceFile | None = None
+    """The open file."""
+    mark_cycles: bool = False
+    recorders: dict[str, ChannelRecorder] = field(default_factory=dict)
+    """Those of the channels, in the order of their rows (tid) in each track."""
+    works: dict[str, _RecordedWork] = field(default_factory=dict)
+    """The allreduces that may not have ended, by their names."""
 
     def open(self, path: str, mark_cycles: bool) -> None:
         """On rank 0, write to `path` from now on. If `path` is open already, continue it; close any other open file.
@@ -156,7 +155,7 @@ class Timeline:
         Raises ConfigurationError when the file cannot be written.
         """
         self.mark_cycles = mark_cycles
-        if self._backend.rank != 0 or (self.file is not None and self.file.path == path):
+        if self.backend.rank != 0 or (self.file is not None and self.file.path == path):
             return
         self.close()
         try:
@@ -174,14 +173,15 @@ class Timeline:
         if file is not None:
             file.close()
 
-    def of_channel(self, name: str, ranks: Sequence[int]) -> Callable[[], ChannelRecorder | None]:
-        """Return what returns the recorder of a channel's calls, None while nobody needs it."""
-        recorder = ChannelRecorder(self, self._rows.setdefault(name, len(self._rows)), ranks)
-        return lambda: None if self.file is None and not _profiler_runs() else recorder
+    def of_channel(self, name: str, ranks: Sequence[int]) -> ChannelRecorder:
+        """Return the recorder of the calls of a channel, whose members are `ranks`."""
+        if name not in self.recorders:
+            self.recorders[name] = ChannelRecorder(self, len(self.recorders), ranks)
+        return self.recorders[name]
 
     def activity(self, event: str, device: str) -> str:
         """Return the name of the transport that carries an event."""
-        return f"{self._backend.transport_of(device).upper()}_{_ACTIVITIES.get(event, event)}"
+        return f"{self.backend.transport_of(device).upper()}_{_ACTIVITIES.get(event, event)}"
 
 
 class ChannelRecorder:

@@ -37,13 +37,11 @@ class WorldObservation(Observation):
         cpus, threads = os.sched_getaffinity(0), torch.get_num_threads()
         own: CpuThreads = own_node(), 0 if os.environ.get("OMP_NUM_THREADS") else threads, len(cpus), min(cpus)
         self.contact = None if server is None else server.contact, own
-        self.timeline = Timeline(backend)
+        self.timeline = self.watch.timeline = Timeline(backend)
         self._dump: Dump | None = None
 
     def observer(self, name: str, ranks: tuple[int, ...], pending: Pending | None) -> Observer:
-        if pending is None:
-            return self.watch.add_channel(name, ranks)
-        return self.watch.add_channel(name, ranks, pending, self.timeline.of_channel(name, ranks))
+        return self.watch.add_channel(name, ranks, pending)
 
     def start(self, contacts: Sequence[Any]) -> None:
         servers = [server and Contact(*server) for server, _ in contacts]
