@@ -50,7 +50,6 @@ core.register(
         "keep_freed_memory": "dualdist.freed_memory:keep_freed_memory",
         "launched": "dualdist.mpi.communicators:launched",
         "marks": "dualdist.other_launchers:check_marks",
-        "launchers_board": "dualdist.local_boards:LaunchersBoard",
         "mpi": "dualdist.mpi.meeting",
         "mpi_transport": "dualdist.mpi.transport",
         "observation": "dualdist.observation.world:WorldObservation",

@@ -1,4 +1,4 @@
-"""Where ranks meet: those of one host at a Unix socket, others at a file that init_method names, or the launcher."""
+"""Where ranks meet: those of one host at a Unix socket, others at a file that init_method names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from .core.launch import RENDEZVOUS, secret_in
-from .core.meeting import ADVICE, Board, KnownBoard, PublishedBoard, ServerAddress, find_launcher_process
+from .core.meeting import ADVICE, Board, PublishedBoard, ServerAddress, find_launcher_process
 from .core.meeting.server import MeetingServer
 from .core.types import Launch
 from .errors import ConfigurationError
@@ -113,29 +112,3 @@ class FileBoard(PublishedBoard):
                 f"{self._path} must be a file of this user, but is not. Remove it, or choose another file."
             )
         return descriptor
-
-
-# A launcher of this package.
-
-
-class LaunchersBoard(KnownBoard):
-    """The server of `dualdist run` and `spawn`."""
-
-    is_launchers = True
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        address = env[RENDEZVOUS]
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise ConfigurationError(
-                f"`{RENDEZVOUS}` must be 'host:port', but is {address!r} instead. The launcher sets it; look at what "
-                "overwrites it."
-            )
-        super().__init__(
-            ServerAddress([host], [int(port)], secret_in(env)),
-            f"{RENDEZVOUS}={address}",
-            "Check that the launcher still runs, and that no firewall is between the hosts.",
-        )
-
-    def serve(self, size: int) -> None:
-        return None

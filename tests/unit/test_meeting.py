@@ -23,13 +23,13 @@ from torch.distributed import HashStore
 from dualdist.core import accelerator
 from dualdist.core.backends.torch import TorchBackend
 from dualdist.core.backends.torch_groups import StoreBoard
-from dualdist.core.meeting import Board, KnownBoard, Meeting, ServerAddress, links
+from dualdist.core.meeting import Board, KnownBoard, LaunchersBoard, Meeting, ServerAddress, links
 from dualdist.core.meeting.server import TEXT, MeetingServer, connected, listener_at, reach
 from dualdist.core.types import Launch, Settings
 from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
 from dualdist.exec import pmi
 from dualdist.horovod.http_store import HttpBoard, HttpStore
-from dualdist.local_boards import FileBoard, HostBoard, LaunchersBoard
+from dualdist.local_boards import FileBoard, HostBoard
 from dualdist.mpi import meeting as mpi
 
 from ..helpers.ports import free_ports

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 from ...errors import ConfigurationError, HorovodInternalError, StallError
 from .. import extension, needed
-from ..launch import RENDEZVOUS, is_one_host
+from ..launch import RENDEZVOUS, is_one_host, secret_in
 from ..types import Launch
 from .links import INTERFACE, LOOPBACK, candidates, own_node
 from .server import (
@@ -166,6 +166,29 @@ class KnownBoard(Board):
         return self._place
 
 
+class LaunchersBoard(KnownBoard):
+    """The server of `dualdist run` and `spawn`."""
+
+    is_launchers = True
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        address = env[RENDEZVOUS]
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ConfigurationError(
+                f"`{RENDEZVOUS}` must be 'host:port', but is {address!r} instead. The launcher sets it; look at what "
+                "overwrites it."
+            )
+        super().__init__(
+            ServerAddress([host], [int(port)], secret_in(env)),
+            f"{RENDEZVOUS}={address}",
+            "Check that the launcher still runs, and that no firewall is between the hosts.",
+        )
+
+    def serve(self, size: int) -> None:
+        return None
+
+
 def given_board(launch: Launch, env: Mapping[str, str]) -> Board:
     """Return the board of an `init_method`: file:///path, tcp://host:port, or env:// with MASTER_ADDR and _PORT."""
     method = str(launch.init_method)
@@ -238,7 +261,7 @@ def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = 
     if launch.init_method is not None and not is_alone:
         return given_board(launch, env)
     if source == "DUALDIST_RANK" and env.get(RENDEZVOUS):
-        return cast(Board, needed("launchers_board")(env))
+        return LaunchersBoard(env)
     horovods = source == "HOROVOD_RANK" and env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     if horovods and (store := extension("horovods_store")) is not None:
         address = f"{horovods}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
