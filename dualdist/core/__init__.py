@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,3 +40,8 @@ def extension(point: str) -> Any:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # it lacks something else
         return None
+
+
+def loaded(point: str) -> Any:
+    """Return what `extension` does if that module has been imported, else None."""
+    return extension(point) if _added[point].partition(":")[0] in sys.modules else None

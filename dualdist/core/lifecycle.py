@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -99,13 +100,14 @@ def init(
         if timeout is not None:
             env["DUALDIST_STALL_TIMEOUT_SECONDS"] = str(timeout)
         settings = read_settings(env)
+        limits = env, settings.start_timeout_seconds
         place = {"init_method": init_method, "rank": rank, "size": world_size}
-        launched = extension("launched") if comm is None else needed("launched")
-        if launched is None:
-            joining = contextlib.nullcontext(launch_from(place, env))
-        else:  # with MPI
-            joining = launched(place, env, settings.start_timeout_seconds, comm)
-        with joining as launch:
+        launch = launch_from(place, env, lambda: needed("mpi").world_size_within(*limits))
+        with contextlib.ExitStack() as stack:
+            if launch.starts_mpi and (mpi := extension("mpi")) is not None:
+                stack.enter_context(mpi.limited_start(*limits)).announce(launch)
+            if comm is not None:
+                launch = needed("part_of_world")(comm, launch, *limits, stack)
             context = join_world(backend, transport, launch, env, settings)
         context.arguments = given | {"comm": comm, "process_sets": sets}  # lists, since iterators have ended
         try:
@@ -203,7 +205,7 @@ def _finish_start(context: Context) -> None:
     reports = [json.loads(text) for text in backend.finish_start(json.dumps(own))]
     context.hosts, local_ranks, seen, contacts, masters = zip(*reports, strict=True)
     context.observation.start(contacts)
-    if (mpi := extension("mpi")) is not None:
+    if "mpi4py.MPI" in sys.modules and (mpi := extension("mpi")) is not None:
         mpi.warn_of_smaller_world(backend.rank, backend.size, launch.launcher)
     places = list(zip(context.hosts, local_ranks, strict=True))
     context.world = topology(places)[backend.rank]

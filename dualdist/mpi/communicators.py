@@ -6,7 +6,7 @@ The members of a communicator meet through it. Several worlds can exist side by 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,23 +18,12 @@ from ..core.meeting.server import reserved_port
 from ..core.types import Launch
 from ..core.world import current, is_communicator
 from ..errors import ConfigurationError
-from .meeting import MpiBoard, ending_late_calls, library, limited_start, world_size
+from .meeting import MpiBoard, ending_late_calls, library
 
 
-@contextlib.contextmanager
-def launched(place: Mapping[str, Any], env: Mapping[str, str], seconds: float, comm: Any) -> Iterator[Launch]:
-    """Yield the launch that `place` and `env` describe, or its part with the processes of `comm`, if that is not None.
-
-    The block joins its world. Collective if MPI starts, or if `comm` is given. place: as in `launch_from`. seconds: to
-    wait for another process in calls of MPI, also in those of the block.
-    """
-    with limited_start(env, seconds) as limit, contextlib.ExitStack() as stack:
-        launch = launch_from(place, env, world_size)
-        limit.announce(launch)
-        yield launch if comm is None else _part_of(comm, launch, env, seconds, stack)
-
-
-def _part_of(comm: Any, launch: Launch, env: Mapping[str, str], seconds: float, stack: contextlib.ExitStack) -> Launch:
+def part_of_world(
+    comm: Any, launch: Launch, env: Mapping[str, str], seconds: float, stack: contextlib.ExitStack
+) -> Launch:
     """Return the launch of the world of `comm`. Collective over `comm`.
 
     comm: an mpi4py communicator or a list of ranks of `launch`. seconds: to wait for another member. stack: keeps the

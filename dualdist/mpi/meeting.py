@@ -164,6 +164,12 @@ def world_size() -> int:
     return 0 if mpi is None else int(mpi.COMM_WORLD.Get_size())
 
 
+def world_size_within(env: Mapping[str, str], seconds: float) -> int:
+    """Do what `world_size` does, within a limited start."""
+    with limited_start(env, seconds):
+        return world_size()
+
+
 # How long calls of MPI may take while a world starts, and which ranks of this host have not begun to start.
 #
 # MPI has no timeouts: its calls wait for ranks that never arrive or are stopped, and it cannot report for whom. A board

@@ -1,4 +1,4 @@
-"""Writes to a file what `init` changes in the process of a script, and what `shutdown` leaves: FILE [SIGUSR2]."""
+"""Writes to a file what `init` changes in a script's process, what `shutdown` leaves, and more: FILE [SIGUSR2]."""
 
 from __future__ import annotations
 
@@ -73,13 +73,14 @@ def main() -> None:
 
     hvd.init()
     rank, begun = hvd.rank(), state()
+    parts = [name for name in sys.modules if name.startswith(("dualdist.horovod", "dualdist.mpi"))]
     former = signal.signal(signal.SIGHUP, handle)
     hvd.allreduce(torch.ones(3))
     hvd.shutdown()
     handlers = [signal.getsignal(number) is handle for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)]
     signal.signal(signal.SIGHUP, former)
     if rank == 0:
-        found = changed(before, begun), changed(before, state()), handlers
+        found = changed(before, begun), changed(before, state()), handlers, parts
         Path(sys.argv[1]).write_text(json.dumps(found))
 
 

@@ -43,8 +43,9 @@ STAYS = {
 def test_init_changes_only_what_is_listed(launcher: list[str], own: list[str], tmp_path: Path) -> None:
     command = [*launcher, sys.executable, whole_process.__file__, str(tmp_path / "found"), *own]
     subprocess.run(command, timeout=120, check=True)
-    begun, left, handlers = json.loads((tmp_path / "found").read_text())
+    begun, left, handlers, parts = json.loads((tmp_path / "found").read_text())
     in_world = {name: why for name, why in WITH_OTHERS.items() if launcher and not (own and "SigCgt" in name)}
     assert set(begun) - STAYS.keys() - CHANGED.keys() == in_world.keys()
     assert set(left) - STAYS.keys() == set()
     assert handlers == [True, True, bool(own)]
+    assert parts == [], "neither Horovod nor MPI takes part"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ...errors import BackendUnavailableError, ConfigurationError
-from .. import extension, needed
+from .. import extension, loaded, needed
 from ..checks import wrong
 from ..types import Launch
 
@@ -128,7 +128,8 @@ def choose(asked: str | None, transport: str | None, launch: Launch, env: Mappin
         return choice(asked, "asked for by init(backend=)")
     if env.get("DUALDIST_BACKEND"):
         return choice(env["DUALDIST_BACKEND"], "asked for by DUALDIST_BACKEND")
-    horovod = extension("horovod")
+    # dualdist.compat, which imports this part, hides Horovod's modules.
+    horovod = extension("horovod") if "horovod" in sys.modules else loaded("horovod")
     imported = {"torch": "torch.distributed" in sys.modules, "horovod": horovod is not None and horovod.is_imported()}
     for name, is_imported in imported.items():
         if is_imported and load(name).is_running():
