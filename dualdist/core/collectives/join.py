@@ -26,8 +26,8 @@ def join(device: int = -1) -> int:
     """Wait until every rank has joined, and take part in the other ranks' allreduces. Return the last rank to join.
 
     For uneven numbers of batches: a rank joins when it has no more data. It contributes zeros to Sum, Average and
-    Adasum, and nothing to Min, Max and Product; Average still divides by the size of the world. The other ranks can
-    call allreduce, grouped_allreduce, barrier and gradient synchronisation meanwhile; other collectives raise
+    Adasum, and nothing to other ops; Average still divides by the size of the world. The other ranks can call
+    allreduce, grouped_allreduce, barrier and gradient synchronisation meanwhile; other collectives raise
     HorovodInternalError on those ranks. Collective over the world.
 
     A rank misses the steps that the others make after it has joined. To train on, broadcast parameters, buffers,
