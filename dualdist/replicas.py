@@ -105,7 +105,7 @@ def check_replicas(
 
     Raises:
         ReplicaMismatchError: on all members. It names the first tensor that differs, and the ranks that have other bits
-            than most.
+            than most, or which ranks have equal bits if there is no majority.
         TypeError: an argument is of a wrong type, or the model has DTensors, of which each rank has its own part.
         HorovodInternalError: this has failed on another rank, or as for `allgather`.
     """
@@ -125,14 +125,17 @@ def check_replicas(
     if not wrong_names:
         return
     first = wrong_names[0]
-    values = [replica.get(first) for replica in replicas]
-    most = Counter(values).most_common(1)[0][0]
-    others = [rank for rank, value in zip(channel_of(process_set).group.ranks, values, strict=True) if value != most]
+    members, values = channel_of(process_set).group.ranks, [replica.get(first) for replica in replicas]
+    having = {value: [rank for rank, own in zip(members, values, strict=True) if own == value] for value in values}
+    most = max(having, key=lambda value: len(having[value]))
+    others = [rank for rank in members if rank not in having[most]]
+    differ = f"{shown_ranks(others)} of {len(members)} differ{'s' * (len(others) == 1)} from the others"
+    if len(others) >= len(having[most]):  # each part may be right
+        differ = f"it differs between {' and '.join(map(shown_ranks, having.values()))}"
     what = next(value[0] for value in (most, *values) if value is not None)
     more = f" {len(wrong_names) - 1} more differ, such as {wrong_names[1]!r}." if len(wrong_names) > 1 else ""
     raise ReplicaMismatchError(
-        f"{first!r} ({what}) must be the same on all ranks, but {shown_ranks(others)} of {len(replicas)} "
-        f"differ{'s' * (len(others) == 1)} from the others.{more} "
+        f"{first!r} ({what}) must be the same on all ranks, but {differ}.{more} "
         "Look for what changes the model outside of the optimizer's step on some ranks only, for a missing "
         "broadcast_parameters() or broadcast_optimizer_state(), and for gradients that were not combined."
     )

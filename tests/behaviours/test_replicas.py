@@ -81,6 +81,15 @@ def test_the_rank_that_differs_is_named(what: str) -> None:
     check_next_calls_work()
 
 
+@pytest.mark.ranks(3)
+@everywhere
+def test_no_rank_is_accused_if_no_two_are_equal() -> None:
+    model = network()
+    nn.init.constant_(model[0].bias, float(hvd.rank()))
+    with pytest.raises(hvd.ReplicaMismatchError, match=r" but it differs between rank 0 and rank 1 and rank 2\."):
+        hvd.check_replicas(model)
+
+
 @pytest.mark.ranks(2, 3)
 @everywhere
 def test_statistics_of_normalization_can_be_left_out() -> None:
@@ -102,7 +111,7 @@ def test_only_every_so_many_calls_compare() -> None:
     nn.init.constant_(model.weight, float(hvd.rank()))
     hvd.check_replicas(model, every=3)
     hvd.check_replicas(model, every=3)
-    with pytest.raises(hvd.ReplicaMismatchError, match=r"'weight' .* but rank 1 of 2 differs"):
+    with pytest.raises(hvd.ReplicaMismatchError, match=r"'weight' .* but it differs between rank 0 and rank 1\."):
         hvd.check_replicas(model, every=3)
 
 
