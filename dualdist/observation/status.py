@@ -56,7 +56,9 @@ class Contact(NamedTuple):
             status = process_status(self.process)
         if status[0] in "XZ" or int(status[6]) & _PF_EXITING or int(status[19]) != self.start:
             return "its process has ended"
-        return "it is stopped" if status[0] in "Tt" else "it runs: a thread keeps Python's global lock, or it is slow"
+        if status[0] in "Tt":
+            return "it is stopped"
+        return "it runs: it is about to end, a thread keeps Python's global lock, or it is slow"
 
 
 def call_of_torch(stack: Iterable[Sequence[Any]]) -> str:

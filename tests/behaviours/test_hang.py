@@ -222,7 +222,7 @@ def test_the_rank_that_is_behind_is_named_with_its_line(
             assert re.search(rf"\n  ranks \[0, 1\] wait for call 3 of set 0 since .* at {line_of('waits')}\n", found)
             assert "Rank 0 is behind" not in found and "Rank 1 is behind" not in found
         assert "\nRank 2 has no file of this time: it is stopped.\n" in report(be_stopped)
-        locked = "it runs: a thread keeps Python's global lock, or it is slow"
+        locked = "it runs: it is about to end, a thread keeps Python's global lock, or it is slow"
         assert f"\nRank 2 has no file of this time: {locked}.\n" in report(keep_lock)
         # The others end with their errors, when they have written.
         monkeypatch.setattr(world_module, "OTHERS_SECONDS", world_module.RUN_SECONDS)
