@@ -110,7 +110,11 @@ def lines(report: Report) -> list[str]:
     if len(report["ranks"]) == 1:
         return table
     if report["slowest"] is None:
-        return [*table, "No rank is slow: the ranks wait for each other equally long, but for chance."]
+        least, *others = sorted(row["waiting"] for row in report["ranks"])
+        if (more := statistics.mean(others) - least) < _MOST_DIFFERENCE:
+            return [*table, "No rank is slow: the ranks wait for each other equally long, but for chance."]
+        text = f"the waits differ by {100 * more:.0f} % of the time, which may be chance, as parts of it differ as much"
+        return [*table, f"No rank is named: {text}. A longer run, or an idle machine, shows more."]
     since, reason = time.localtime(report["since"]), str(report["reason"]).replace("_", " ")
     seconds = next(row["seconds"] for row in report["ranks"] if row["rank"] == report["slowest"])
     cost = f"{100 * report['share']:.0f} % of the time ({report['share'] * seconds:.1f} of {seconds:.1f} s)"

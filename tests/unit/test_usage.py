@@ -104,7 +104,14 @@ def test_a_difference_that_chance_explains_names_nobody(waits: list[int], is_slo
     fast = [*itertools.accumulate((max(0, wait) / 6 for wait in waits), initial=0.0)]
     slow = [*itertools.accumulate((max(0, -wait) / 6 for wait in waits), initial=0.0)]
     ranks = [{**row, "marks": [*zip(moments, marks, strict=True)]} for row, marks in ((FAST, fast), (SLOW, slow))]
-    assert combined(ranks)["slowest"] == (1 if is_slow else None)
+    found = combined(ranks)
+    assert found["slowest"] == (1 if is_slow else None)
+    found["ranks"] = [{**row, "size": 2} for row in found["ranks"]]
+    # The shares of FAST and SLOW say that they differ, so a report without a slow rank must not call them equal.
+    sentence = (
+        "No rank is named: the waits differ by 40 % of the time, which may be chance, as parts of it differ as much."
+    )
+    assert lines(found)[-1].startswith("The others wait 40 %" if is_slow else sentence)
 
 
 def test_marks_of_long_runs_are_few_and_far_apart() -> None:
