@@ -118,9 +118,13 @@ class _Rounding:
         grown = _GROWTH * max(self._level, self._gradients * (found.stage == "state of the optimizer"))
         # In numbers of 16 bits, few are rounded to another one, by much.
         limit = max(self._fresh, grown, math.sqrt(grown * self._low))
+        is_gradient = found.stage in ("own gradient", "reduced gradient")
+        if is_gradient and not is_first and self._low:  # of a small model, one number is much
+            counts = [_count(value) for value in self._pair.at(found, found.stage)[0].values()]
+            limit = max(limit, _FRESH * self._low / math.sqrt(max(counts, default=1) or 1))
         # Adam makes full steps also of gradients that are rounding: the outputs do not depend on these.
         is_small = found.size <= self._fresh or not is_first if is_after else found.size <= limit
-        if not is_small and not (found.stage in ("own gradient", "reduced gradient") and self._jumps(found)):
+        if not is_small and not (is_gradient and self._jumps(found)):
             return False
         is_result = is_small and not is_after and found.stage != "state of the optimizer"
         if is_result or (is_weight and self.has_jumped):
@@ -140,13 +144,17 @@ class _Rounding:
         for rank, key, values in self._pair.of(0, "branches", found.step):
             others = self._pair.sides[1][rank].get(key, {}) if self._pair.same_size else {}
             for name, value in values.items() if others else ():
-                count = math.prod(map(int, re.findall(r"\d+", value[3].partition("[")[2])))
-                total += count
+                total += (count := _count(value))
                 other: Any = others.get(name, value)
                 changed += min(count, math.dist(value[2], other[2]) ** 2)
         jumps = found.size**2 <= min(0.1, 100 * changed / max(total, 1))
         self.has_jumped |= jumps
         return jumps
+
+
+def _count(value: Any) -> int:
+    """Return how many numbers a tensor has."""
+    return math.prod(map(int, re.findall(r"\d+", value[3].partition("[")[2])))
 
 
 def _notes(pair: Pair, first: Difference | None, least: Difference | None, why: Cause | None) -> Iterator[str]:
@@ -321,25 +329,32 @@ def _operations(pair: Pair, found: Difference) -> Test | None:
             del left[end], right[end]
     if not left and not right:
         return None
-    same_name = bool(left and right) and left[0][0] == right[0][0]
-    shown = (_shown(operations[: 1 if same_name else 4]) for operations in made)
-    return "operation" if same_name else "operations", *shown
+    if left and right and left[0][0] == right[0][0]:
+        return "operation", _shown(left[:1]), _shown(right[:1])
+    names = [Counter(name for name, _ in operations if name) for operations in made]
+    # Those that a side has more often; of as many in another order, the last ones.
+    more: list[list[Any]] = [[(name, {}) for name in names[side] - names[1 - side]] for side in (0, 1)]
+    return "operations", *(_shown(operations[:6]) for operations in (more if any(more) else made))
 
 
-def _is_same(left: str, numbers: Values, right: str, others: Values) -> bool:
-    common = numbers.keys() & others.keys()
-    return left == right and all(math.isclose(numbers[name], others[name], rel_tol=1e-5) for name in common)
+def _is_same(left: str, settings: Values, right: str, others: Values) -> bool:
+    common = settings.keys() & others.keys()
+    return left == right and all(difference(settings[name], others[name]) < 1e-5 for name in common)
 
 
 def _shown(operations: Sequence[Any]) -> str:
     """Return operations as text, the first one first."""
-    shown = (f"{name}({', '.join(f'{key}={made[key]:g}' for key in made)})" for name, made in reversed(operations))
+
+    def text(value: Any) -> str:
+        return value if isinstance(value, str) else f"{value:g}"
+
+    shown = (f"{name}({', '.join(f'{key}={text(made[key])}' for key in made)})" for name, made in reversed(operations))
     return ", ".join(shown) or "nothing"
 
 
 _FACTS: Sequence[tuple[str, str, Callable[[Pair, Difference], Any]]] = (
     ("layers", "layers", _layers),
-    ("operations", "operations (with the numbers that autograd keeps)", _operations),
+    ("operations", "operations (with the settings that autograd keeps)", _operations),
     ("random states", "global random generators", _generators),
 )
 """Recorded stages that are no results, what they say of one, and what finds a difference in them."""
@@ -354,7 +369,7 @@ def _tests(pair: Pair, found: Difference) -> Iterator[Test | None]:
     stepped = pair.at(dataclasses.replace(found, number=0), "weights after the step")
     alone = (_short(sorted(made.keys() - other.keys())) for made, other in (stepped, stepped[::-1]))
     yield ("other-optimizer", *(names or "nothing" for names in alone)) if all(stepped) else None
-    yield from _of_passes(pair, found)
+    yield from _of_passes(pair, found, stepped)
     if stage == "batch":
         yield from _of_batch(pair, found)
     elif stage in ("targets", *_NUMBERS):
@@ -387,9 +402,9 @@ def _of_start(pair: Pair, found: Difference) -> Iterator[Test]:
     split, is_buffer = _split(pair, found), found.stage == "initial buffers"
     may_be: list[Test] = [("no-broadcast-of-buffers" if is_buffer else "no-broadcast", *split)]
     may_be.append(("initial-values", 0, split[0] == split[1] or not found.rank))
+    yield "parameters", *_kinds(pair, found), "buffers" if is_buffer else "parameters to train"
     if not is_buffer:
         early, start = (list(map(hashes, pair.at(found, of))) for of in ("weights before an early step", found.stage))
-        yield "parameters", *_kinds(pair, found)
         yield "early-step", *(early[side] != {} and early[side] == start[1 - side] for side in (0, 1))
         may_be.append(("early-step", *(early[side] not in ({}, start[side]) for side in (0, 1))))
     failed = [test for test in may_be if test[1] != test[2]]
@@ -397,11 +412,11 @@ def _of_start(pair: Pair, found: Difference) -> Iterator[Test]:
     yield from failed
 
 
-def _of_passes(pair: Pair, found: Difference) -> Iterator[Test]:
+def _of_passes(pair: Pair, found: Difference, stepped: Sequence[Values]) -> Iterator[Test]:
     ranks = [min(found.rank, size - 1) for size in pair.sizes]
     passes = [Counter(key[0] for own, key, _ in pair.of(side, "loss") if own == ranks[side]) for side in (0, 1)]
     left, right = (own[found.step] for own in passes)
-    yield "number-of-steps", left > 0, right > 0
+    yield "number-of-steps", bool(left or stepped[0]), bool(right or stepped[1])
     is_once = any(passes[0][step] == passes[1][step] for step in passes[0])
     if pair.same_size and not (is_once and all(pair.at(found, found.stage))):  # else a result differs first
         yield "number-of-passes", left, right, "this step, but not in all" if is_once else "each step"
@@ -503,13 +518,14 @@ def _reduced(pair: Pair, found: Difference, side: int) -> str:
     clipped = [made[3] for made in history if made[0].mean() < 0.999]
     narrow, split = pair.at(found, found.stage)[side].get(found.name, [None])[-1], _split(pair, found)
     if math.isinf(rest):
-        return "zero, infinite or NaN"
+        return "infinite or NaN, or made of such" if norm else "zero"
     others = abs(numpy.delete(of_name, found.rank, 0))
     if split[side] > split[1 - side] and rest_of_name < _LINEAR and others.max(0).min() < 1e-2:
         after = [hashes(values) for *_, values in pair.of(side, "weights after the step", found.step)]
         are_equal = all(weights == after[0] for weights in after)
         return f"each rank's own of {found.name}: {'its step is' if are_equal else 'they are not'} reduced"
-    if rest >= _LINEAR and rest_of_name < _LINEAR and of_name.std() < 1e-2:
+    is_multiple = rest_of_name < _LINEAR or pair.at(found, found.stage)[side].get(found.name, [0, 1])[1] == 0
+    if rest >= _LINEAR and is_multiple and of_name.std() < 1e-2:
         return f"{of_name.mean():.4g} times the mean for {found.name}, but not for all"
     if rest >= _LINEAR:
         unlike = f"something else: a part of {rest:.1e} is no multiple of these"
@@ -517,8 +533,10 @@ def _reduced(pair: Pair, found: Difference, side: int) -> str:
     if abs(kept) > 1e-2:
         return f"their mean, and {kept:.4g} times those of the step before"
     if not numpy.allclose(factors, mean, rtol=1e-2):
-        shown = ", ".join(f"{round(float(abs(own).mean()), 3):g}" for own in factors)
-        return f"a mean in which the ranks have the factors {shown}"
+        of_passes = numpy.allclose(factors, factors[0], atol=1e-2 * abs(factors).max())
+        parts = factors.T if of_passes else factors
+        shown = ", ".join(f"{round(float(abs(own).mean()), 3):g}" for own in parts)
+        return f"a mean in which the {'passes' if of_passes else 'ranks'} have the factors {shown}"
     if mean < 0.999 and len(clipped) > 1 and numpy.allclose(clipped, norm, rtol=1e-3):
         return f"their mean, clipped to the norm {norm:.4g}"
     known = {1: "their mean", len(factors): "their sum"}
@@ -554,7 +572,7 @@ _REST = {
     "that has a gradient, or equal operations that are joined otherwise",
     "targets": "what prepares the targets",
     "loss": "how the loss is made of the outputs: its function, targets and weights",
-    "own gradient": "the backward: hooks on gradients, and where they stop",
+    "own gradient": "the backward: hooks on gradients, where they stop, and what it computes again",
     "reduced gradient": "what changes gradients between the backward and the step",
     "batch": "how samples are drawn (lengths and seeds of epochs, random augmentation) and changed, other arguments "
     "and forwards",
@@ -572,7 +590,7 @@ several: What was recorded does not tell apart: {by}
     Make these equal one after the other.
 early-step: On the {side}, the optimizer made a step before any backward, as Horovod's broadcast_optimizer_state does.
     Use dualdist's broadcast_optimizer_state, or broadcast the parameters after the optimizer's state.
-parameters: The parameters to train differ: {name} is {left} on the left and {right} on the right.
+parameters: The {by} differ: {name} is {left} on the left and {right} on the right.
     Compare the code that makes the model: sizes, shared weights, and what the optimizer is given.
 no-broadcast: On the {side}, the ranks begin with different weights: they were not broadcast, or changed later.
     Call broadcast_parameters(model.state_dict(), root_rank=0), or use DistributedDataParallel.
@@ -608,8 +626,8 @@ class: The {by} is {left} on the left and {right} on the right.
 random-numbers: The random generator of {right}, which the forward uses, is in another state.
     Seed it in the same way on both sides, for example with seed_everything(seed, rank_offset=True).
 operation: An operation of the forward or loss is {left} on the left and {right} on the right.
-operations: The forward or loss computes {left} on the left, where the right computes {right}.
-    Compare the loss function, its scale, and the code of the forward.
+operations: Of the forward and loss, the left records {left} for a gradient, where the right records {right}.
+    Compare the loss function, its scale, and the code of the forward, also detach() and no_grad().
 scale: The loss of the left is {left:.6g} times that of the right, and so are all gradients: it is scaled{by}.
     Compare the scale of the loss: GradScaler, weights, `reduction`, or a division by passes or samples.
 other-optimizer: In this step, only the optimizer of the left has {left}, and only that of the right {right}.

@@ -171,8 +171,8 @@ def _operations(
         for name in [name for name, is_tensor in _saved(kind) if reads_tensors or not is_tensor]:
             with contextlib.suppress(Exception):  # nothing here may end a training
                 value = getattr(node, f"_saved_{name}")
-                if isinstance(value, bool | int | float):
-                    numbers |= {name: value} if value < 2**63 else {}  # which stands for a negative number
+                if isinstance(value, str) or (isinstance(value, bool | int | float) and value < 2**63):
+                    numbers[name] = value  # from 2**63 on, it stands for a negative number
                 elif not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_complex():
                     continue
                 elif name == "target":
@@ -423,14 +423,13 @@ class Recorder:
         for key, known in reduced.items():
             known[-1] = self.narrow.get(key) or known[-1]  # before clipping, if it was reduced by then
         self.add("reduced gradient", self.named(reduced))
-        settings = {
+        bases = [base for base in type(optimizer).__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES[:2]]
+        settings = {"class": bases[0].__name__} | {
             f"{name} of group {number}": len(value) if name == "params" else _plain(value)
             for number, group in enumerate(optimizer.param_groups)
             for name, value in group.items()
             if name not in _NO_SETTINGS
         }
-        bases = [base for base in type(optimizer).__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES[:2]]
-        settings["class"] = bases[0].__name__
         self.add("settings of the optimizer", settings)
         found: dict[str, dict[str, Any]] = {}  # apart from zeros: no state is as good
         for param in params:
